@@ -1,0 +1,1 @@
+"""Kernels of moejax: definitions, portable XLA versions and GPU versions of each op."""

@@ -1,0 +1,1 @@
+"""moejax: train and fine-tune sparse Mixture-of-Experts language models in JAX."""

@@ -1,0 +1,1 @@
+"""Frozen dataclasses: what a run is. Imports neither JAX nor any other part of moejax."""

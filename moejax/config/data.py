@@ -1,0 +1,52 @@
+"""Where tokens come from."""
+
+import dataclasses
+from typing import Literal
+
+from moejax.config.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One source of documents."""
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    """`stdlib`: the Python standard library's source on this machine; `text`: one document a file; else one a record."""
+    path: str = ""
+    """File or glob pattern (`**` allowed) of text, jsonl and parquet; empty for stdlib."""
+    field: str = "text"
+    """Field of a jsonl record, or column of a parquet file, that holds the text."""
+    weight: float = 1.0
+    """Share of this source in the mixture, relative to the others; > 0."""
+
+    def __post_init__(self):
+        require((self.kind == "stdlib") == (not self.path), f"data.sources: kind={self.kind!r} with path={self.path!r}; "
+                "stdlib takes no path, the others need one.")
+        require(self.weight > 0, f"data.sources: weight={self.weight} must be > 0.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Documents, tokens, rows and batches."""
+
+    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    """The mixture."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 tokens), or the path of a tokenizer.json."""
+    seq_len: int = 512
+    """Tokens of one row (L)."""
+    batch_size: int = 16
+    """Rows of one optimizer step, over all processes and microbatches (B)."""
+    shuffle_seed: int = 0
+    """Seed of the documents' order, anew in each epoch."""
+    pack_rows: int = 8
+    """Rows that first-fit packing keeps open at a time."""
+    heldout_percent: int = 5
+    """Share of documents kept for evaluation, chosen by a hash of their name; 1 to 50."""
+
+    def __post_init__(self):
+        require(bool(self.sources), "data.sources is empty; give at least one source.")
+        require(self.seq_len >= 2, f"data.seq_len={self.seq_len} must be at least 2.")
+        require(self.batch_size >= 1, f"data.batch_size={self.batch_size} must be at least 1.")
+        require(self.pack_rows >= 1, f"data.pack_rows={self.pack_rows} must be at least 1.")
+        require(1 <= self.heldout_percent <= 50, f"data.heldout_percent={self.heldout_percent} must lie between 1 and 50.")

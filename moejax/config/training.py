@@ -1,0 +1,166 @@
+"""How the weights move, what is measured, and what is kept."""
+
+import dataclasses
+from typing import Literal
+
+from moejax.config.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """Parameters that learn differently."""
+
+    pattern: str
+    """Regular expression searched in the parameter's path, e.g. `indexer` or `experts`. The first group that matches counts."""
+    lr_scale: float = 1.0
+    """Factor on the learning rate; 0 freezes the group."""
+    weight_decay: float = -1.0
+    """Weight decay of the group; -1: optim.weight_decay (and none on gates, biases and norms)."""
+
+    def __post_init__(self):
+        require(self.lr_scale >= 0, f"optim.groups: lr_scale={self.lr_scale} must be >= 0.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"
+    """`muon`: Muon on matrices (stacked ones too), AdamW on the rest, embeddings and output projection among it. `sgd`: for tests of scale."""
+    learning_rate: float = 3e-4
+    """Peak learning rate of AdamW and SGD."""
+    muon_learning_rate: float = 2e-2
+    """Peak learning rate of Muon's matrices."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment. Muon uses 0.95."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay on matrices; gates, biases, norms and decays have none."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradients; 0: no clipping."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine to the end, or stable and then linear decay (WSD), or constant."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from 0."""
+    decay_fraction: float = 0.2
+    """WSD: last part of the run in which the rate falls."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, relative to the peak."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Exceptions."""
+
+    def __post_init__(self):
+        require(self.learning_rate >= 0 and self.muon_learning_rate >= 0, "optim.learning_rate and muon_learning_rate must be >= 0.")
+        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, f"optim.beta1={self.beta1} and beta2={self.beta2} must lie in [0, 1).")
+        require(self.clip_norm >= 0, f"optim.clip_norm={self.clip_norm} must be >= 0 (0: no clipping).")
+        require(0 < self.decay_fraction <= 1, f"optim.decay_fraction={self.decay_fraction} must lie in (0, 1].")
+        require(0 <= self.final_fraction <= 1, f"optim.final_fraction={self.final_fraction} must lie in [0, 1].")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Everything that is minimised, and how the router is balanced."""
+
+    z_coef: float = 0.0
+    """Coefficient of the mean squared logsumexp of the output logits."""
+    chunk_tokens: int = 1024
+    """Tokens of a row whose logits exist at a time."""
+    balance: Literal["none", "switch", "sequence", "global"] = "none"
+    """Balance loss, E sum_e f_e P_e, taken per row, per document, or over the global batch. The last one routes every microbatch twice."""
+    balance_coef: float = 1e-2
+    """Coefficient of the balance loss, summed over layers."""
+    router_z_coef: float = 0.0
+    """Coefficient of the mean squared logsumexp of the router's logits, summed over layers."""
+    bias_update: Literal["none", "sign", "quantile"] = "none"
+    """How the router's correction bias moves after each step."""
+    bias_rate: float = 1e-3
+    """`sign`: step of the bias."""
+    index: Literal["none", "dense", "sparse"] = "none"
+    """KL loss of the sparse-attention indexer: over all visible keys with dense attention (warm-up), or over the chosen ones."""
+    index_coef: float = 1.0
+    """Coefficient of the indexer's loss, summed over layers."""
+
+    def __post_init__(self):
+        require(self.chunk_tokens >= 1, f"losses.chunk_tokens={self.chunk_tokens} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 1000
+    """Optimizer steps in all."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    accumulation: int = 1
+    """Microbatches per step; divides data.batch_size."""
+    remat: Literal["none", "layer"] = "none"
+    """`layer`: recompute each layer's inside in the backward pass, keeping its input and its routing."""
+    train_only: str = ""
+    """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: at the end only."""
+    eval_batches: int = 8
+    """Batches of one evaluation."""
+    log_every: int = 1
+    """Steps between two lines of metrics."""
+    debug: bool = False
+    """Check the segments' checksum, and name the first layer with a non-finite value. Slower."""
+    deterministic: bool = False
+    """Ask XLA for deterministic kernels."""
+    max_skipped: int = 100
+    """Non-finite steps in a row after which the run gives up; each is skipped and counted."""
+
+    def __post_init__(self):
+        require(self.steps >= 1, f"train.steps={self.steps} must be at least 1.")
+        require(self.accumulation >= 1, f"train.accumulation={self.accumulation} must be at least 1.")
+        require(self.log_every >= 1, f"train.log_every={self.log_every} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is kept in the run's folder."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end and on SIGTERM."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    resume: str = "auto"
+    """`auto`: from the newest checkpoint of the run's folder, if there is one; `never`; or the path of a checkpoint, which must exist."""
+    term_timeout_s: int = 60
+    """Seconds within which SIGTERM has saved and ended the run."""
+
+    def __post_init__(self):
+        require(self.every >= 0, f"checkpoint.every={self.every} must be >= 0.")
+        require(self.keep >= 1, f"checkpoint.keep={self.keep} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ObserveConfig:
+    """What is written down."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files beside metrics.jsonl."""
+    profile: str = ""
+    """`first:last`, the steps whose trace is recorded, e.g. 10:13; empty: none."""
+    dump: bool = False
+    """Write the compiled step's program and memory analysis into the run's folder."""
+    sample_tokens: int = 200
+    """Tokens of the continuation printed at the end; 0: none."""
+    peak_tflops: float = 0.0
+    """Peak of one device for MFU, in 1e12 FLOP/s; 0: known GPUs by name, else MFU is not shown."""
+
+    def profile_steps(self) -> tuple[int, int] | None:
+        """First and last step to trace, or None."""
+        if not self.profile:
+            return None
+        first, _, last = self.profile.partition(":")
+        require(first.isdigit() and last.isdigit() and int(first) <= int(last),
+                f"observe.profile={self.profile!r} must be first:last, e.g. 10:13.")
+        return int(first), int(last)
+
+    def __post_init__(self):
+        self.profile_steps()
