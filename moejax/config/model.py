@@ -123,7 +123,7 @@ class ModelConfig:
     """Width of the residual stream (D)."""
     num_layers: int = 4
     """Layers, each a mixer and a feed-forward."""
-    mixers: tuple[str, ...] = ("kda", "kda", "kda", "dsa")
+    mixers: tuple[str, ...] = ("gqa",)
     """Mixer of each layer, repeated along the depth: gqa, mla, dsa, dsa_shared (uses the last dsa layer's keys), gdn, kda."""
     feed_forwards: tuple[str, ...] = ("moe",)
     """Feed-forward of each layer, repeated along the depth: dense, moe."""
