@@ -32,8 +32,8 @@ class Segments:
     """One past the last position of the token's segment (a padding token: its own position)."""
     previous_BL: Array
     """Position of the token before this one in its document: one to the left, the parent's last token, or -1 at a document's start."""
-    cu_seqlens_N: Array
-    """Starts of all segments in the flattened rows, padding runs included, then B*L to a static length of B*L + 1."""
+    cu_seqlens_BN: Array
+    """Starts of each row's segments, padding runs included, then L up to a static length of L + 1."""
     checksum_B: Array
     """CRC-32 of each row of ids (and parents), as int32 bits."""
     index_BL: Array | None = None
@@ -68,14 +68,13 @@ class Segments:
         ends_BL = np.minimum.accumulate(np.where(last_BL, position_L + 1, length)[:, ::-1], axis=1)[:, ::-1]
         ends_BL = np.where(ids_BL < 0, position_L, ends_BL)
         previous_BL = np.where(start_BL, -1, position_L - 1)
-        cu_seqlens_N = np.full(ids_BL.size + 1, ids_BL.size)
-        flat_starts = np.flatnonzero(border_BL)
-        cu_seqlens_N[:flat_starts.size] = flat_starts
+        cu_seqlens_BN = np.full((num_rows, length + 1), length)
+        cu_seqlens_BN[:, :length] = np.sort(np.where(border_BL, position_L, length), axis=1)
         index_BL = ancestor_BUU = None
         if parent is not None:
             index_BL, ancestor_BUU, previous_BL = _tree(ids_BL, border_BL, ends_BL, previous_BL, parent)
         as_int32 = lambda array: None if array is None else np.ascontiguousarray(array, dtype=np.int32)
-        return cls(as_int32(ids_BL), as_int32(starts_BL), as_int32(ends_BL), as_int32(previous_BL), as_int32(cu_seqlens_N),
+        return cls(as_int32(ids_BL), as_int32(starts_BL), as_int32(ends_BL), as_int32(previous_BL), as_int32(cu_seqlens_BN),
                    _checksum(ids_BL, previous_BL), as_int32(index_BL), ancestor_BUU)
 
     @classmethod

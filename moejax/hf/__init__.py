@@ -1,0 +1,1 @@
+"""Checkpoints of the Hugging Face hub."""

@@ -1,0 +1,1 @@
+"""The model: switches, not a class per family."""

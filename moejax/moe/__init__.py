@@ -1,0 +1,1 @@
+"""Routing, dispatch and experts."""

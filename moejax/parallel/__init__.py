@@ -1,0 +1,1 @@
+"""Mesh, logical axes, islands and processes."""

@@ -1,0 +1,42 @@
+"""Which mesh axis carries each logical axis: the one table that a new layout edits."""
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+TOKENS = ("data", "fsdp", "expert")
+"""Mesh axes over which rows of a batch are split."""
+ROWS = P(TOKENS)
+"""Spec of an array whose first dim is rows (or tokens)."""
+
+RULES: dict[str, tuple[str, ...]] = {
+    "expert": ("expert",),
+    "embed": ("fsdp", "expert"),
+    "vocab": (),
+    "heads": (),
+    "mlp": (),
+    "layers": (),
+}
+"""Logical axis -> mesh axes, in order. A mesh axis that an earlier dim of the same weight took is left out, so expert
+weights lie on `expert` first and their width on `fsdp` alone."""
+
+
+def spec(axes: tuple[str | None, ...]) -> P:
+    """PartitionSpec of a weight whose dims carry these logical axes; None is replicated."""
+    taken: set[str] = set()
+    dims = []
+    for axis in axes:
+        mesh_axes = tuple(name for name in RULES[axis] if name not in taken) if axis else ()
+        taken.update(mesh_axes)
+        dims.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+    return P(*dims)
+
+
+def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
+    """NamedSharding of a weight on `mesh`."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def constrain_rows(x):
+    """Keeps the first dim of an activation split over the token axes (needs a mesh set by jax.set_mesh)."""
+    return jax.lax.with_sharding_constraint(x, ROWS)

@@ -1,0 +1,1 @@
+"""The train step and its loop."""
