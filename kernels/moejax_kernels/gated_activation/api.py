@@ -1,0 +1,44 @@
+"""Gated activations of MLPs."""
+
+from typing import Literal
+
+from moejax_kernels.gated_activation import reference
+from moejax_kernels.implementation import Implementation, choose
+
+Kind = Literal["swiglu", "swiglu_clamped", "situ"]
+NEEDS = {"swiglu": (), "swiglu_clamped": ("limit",), "situ": ("beta",)}
+IMPLEMENTATIONS = {"reference": reference.gated_activation}
+
+
+def gated_activation(gate_RF, up_RF, *, kind: Kind = "swiglu", limit=None, beta=None, linear_beta=None,
+                     implementation: Implementation | None = None):
+    """What stands between the two matmuls of a gated MLP.
+
+    - swiglu: `silu(gate) * up`
+    - swiglu_clamped: the same of `min(gate, limit)` and `clip(up, -limit, limit)`
+    - situ: `beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)`; linear_beta None or 0: plain `up`
+
+    Args:
+      gate_RF, up_RF: float arrays of one shape [..., F] and dtype.
+      limit, beta, linear_beta: positive numbers, as the kind needs them.
+      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+
+    Returns:
+      Array like `gate_RF`; float32 inside (float64 for float64), rounded once. Saves its two inputs alone for backward.
+
+    Raises:
+      ValueError: an unknown kind, a number that the kind needs is missing or not positive, shapes or dtypes that differ.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer" (swiglu); gpt-oss (clamped); Kimi K3, arXiv 2607.24653 (situ).
+    """
+    op = "gated_activation"
+    if gate_RF.shape != up_RF.shape or gate_RF.dtype != up_RF.dtype:
+        raise ValueError(f"{op}: gate_RF is {gate_RF.dtype} {gate_RF.shape}, up_RF is {up_RF.dtype} {up_RF.shape}. Give both alike.")
+    if kind not in NEEDS:
+        raise ValueError(f"{op}: kind={kind!r} is unknown; known are {', '.join(NEEDS)}.")
+    numbers = {"limit": limit, "beta": beta}
+    for name in NEEDS[kind]:
+        if numbers[name] is None or numbers[name] <= 0:
+            raise ValueError(f"{op}: kind={kind!r} needs {name} > 0, got {name}={numbers[name]}.")
+    run = choose(op, implementation, IMPLEMENTATIONS)
+    return run(gate_RF, up_RF, kind=kind, limit=limit, beta=beta, linear_beta=linear_beta)

@@ -1,0 +1,47 @@
+"""Tokens to routed rows and back."""
+
+from moejax_kernels.attention.shapes import check
+from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.permute import reference
+from moejax_kernels.permute.plan import RowPlan
+
+PERMUTE = {"reference": reference.permute}
+UNPERMUTE = {"reference": reference.unpermute}
+
+
+def permute(x_TD, plan: RowPlan, *, implementation: Implementation | None = None):
+    """Copies of tokens in the order of the routed rows: row r is x_TD[plan.source_R[r]].
+
+    Args:
+      x_TD: float array, one row per token.
+      plan: which token fills which row.
+      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+
+    Returns:
+      x_RD, dtype of x; empty rows are exactly 0. Moves 2*R*D*itemsize bytes forward, (R + T)*D*itemsize backward, without a scatter.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit together.
+    """
+    check("permute", integer=("source_R", "slot_TK"), x_TD=x_TD, source_R=plan.source_R, slot_TK=plan.slot_TK)
+    return choose("permute", implementation, PERMUTE)(x_TD, plan)
+
+
+def unpermute(y_RD, plan: RowPlan, probs_TK, *, implementation: Implementation | None = None):
+    """Each token's weighted sum of its routed rows: y_TD[t] = sum_k probs_TK[t, k] * y_RD[plan.slot_TK[t, k]].
+
+    Args:
+      y_RD: float array of routed rows.
+      plan: which token fills which row.
+      probs_TK: float weight of each choice; what it holds for a slot of -1 does not matter.
+      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+
+    Returns:
+      y_TD, dtype of y, accumulated in float32 (float64 for float64); a token without rows gives exactly 0. Gradients for y_RD and
+      probs_TK. Moves (R + T)*D*itemsize bytes forward.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit together.
+    """
+    check("unpermute", integer=("source_R", "slot_TK"), y_RD=y_RD, source_R=plan.source_R, slot_TK=plan.slot_TK, probs_TK=probs_TK)
+    return choose("unpermute", implementation, UNPERMUTE)(y_RD, plan, probs_TK)
