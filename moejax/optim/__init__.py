@@ -1,0 +1,1 @@
+"""How weights move: groups of parameters, schedule, clipping, AdamW and Muon. Knows trees of arrays and no model."""

@@ -1,0 +1,45 @@
+"""The optimizer: one optax transformation from a config and the parameters' shapes."""
+
+import jax
+import optax
+
+from moejax.config.training import OptimConfig
+from moejax.optim import groups
+from moejax.optim.muon import scale_by_muon
+from moejax.optim.schedule import learning_rate
+
+
+def build(config: OptimConfig, *, steps: int, params_like, train_only: str = "") -> optax.GradientTransformation:
+    """AdamW, Muon or SGD with decoupled weight decay, a rate per group and the schedule; frozen parameters get zeros and hold no state.
+
+    Clipping is not in it: the caller clips (`clip.py`), since it logs the norm and skips non-finite steps.
+    The state's layout depends on which parameter follows which algorithm, never on rates, decay or schedule.
+
+    Args:
+      config: what is asked for.
+      steps: updates of the whole run.
+      params_like: nested dict of arrays or shapes; update needs `params` of the same structure.
+      train_only: regular expression of the parameters that learn; empty: all.
+
+    Raises:
+      ConfigError: see groups.assign.
+    """
+    rules = groups.assign(config, params_like, train_only=train_only)
+    algorithms = {
+        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        "muon": scale_by_muon(),
+        "sgd": optax.identity(),
+        "frozen": optax.set_to_zero(),
+        "balance": optax.set_to_zero(),
+    }
+
+    def decay_and_scale(updates, params):
+        def move(rule, update, param):
+            return -rule.learning_rate * (update + rule.weight_decay * param) if rule.trainable else update
+
+        return jax.tree.map(move, rules, updates, params)
+
+    names = jax.tree.map(lambda rule: rule.algorithm, rules)
+    used = {name: algorithms[name] for name in sorted(set(jax.tree.leaves(names)))}
+    return optax.chain(optax.partition(used, names), optax.stateless(decay_and_scale),
+                       optax.scale_by_schedule(learning_rate(config, steps)))

@@ -1,0 +1,39 @@
+"""The global norm of the gradients, and clipping by it. On sharded arrays under jit the norm is that of the whole arrays."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+
+def global_norm(grads, *, trainable=None):
+    """Root of the sum of all squares, summed in float32 (float64 if a gradient is).
+
+    Args:
+      grads: tree of float arrays.
+      trainable: tree of bool like `grads`; False leaves a gradient out, as a frozen parameter's must be. None: all count.
+    """
+    leaves = jax.tree.leaves(grads)
+    counted = [True] * len(leaves) if trainable is None else jax.tree.leaves(trainable)
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+               for leaf, count in zip(leaves, counted, strict=True) if count]
+    return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
+
+
+def clip_by_global_norm(grads, max_norm: float, *, trainable=None):
+    """Gradients scaled so that their global norm is at most `max_norm`, and the norm before that. 0: no clipping.
+
+    Gradients of a norm up to `max_norm`, 0 included, stay bit for bit. A non-finite gradient makes the norm, and then all, non-finite:
+    ask `all_finite` before updating.
+    """
+    norm = global_norm(grads, trainable=trainable)
+    if max_norm == 0:
+        return grads, norm
+    scale = max_norm / jnp.maximum(norm, max_norm)
+    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads), norm
+
+
+def all_finite(tree):
+    """Scalar bool: no array of the tree holds a NaN or an infinity."""
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)], jnp.array(True))

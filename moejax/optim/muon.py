@@ -1,0 +1,46 @@
+"""Muon's step: momentum made orthogonal by Newton-Schulz, matrix by matrix."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moejax.optim.groups import matrix_shape, path_of
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+
+
+def scale_by_muon() -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalised, times sqrt(max(1, columns / rows)); rows are a matrix's inputs.
+
+    Each expert and each stacked layer is a matrix of its own. optax.contrib.scale_by_muon gives the same numbers, but merges the
+    stacking dims into one, which cannot keep the sharding of experts; here they stay apart.
+
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks" (KellerJordan/Muon), scale included.
+    """
+    def steps(updates, params):
+        return jax.tree_util.tree_map_with_path(lambda keys, update: _step(update, path_of(keys)), updates)
+
+    return optax.chain(optax.trace(MOMENTUM, nesterov=True), optax.stateless(steps))
+
+
+def orthogonalise(x_NM, *, eps: float = 1e-8):
+    """Moves all singular values of each matrix [..., N, M] near 1 (0.7 to 1.2); a zero matrix stays zero. Computes in x's dtype."""
+    if x_NM.shape[-2] > x_NM.shape[-1]:
+        return jnp.swapaxes(orthogonalise(jnp.swapaxes(x_NM, -2, -1), eps=eps), -2, -1)
+    a, b, c = COEFFICIENTS
+    x_NM = x_NM / (jnp.linalg.norm(x_NM, axis=(-2, -1), keepdims=True) + eps)
+    for _ in range(NUM_ITERATIONS):
+        gram_NN = x_NM @ jnp.swapaxes(x_NM, -2, -1)
+        x_NM = a * x_NM + (b * gram_NN + c * gram_NN @ gram_NN) @ x_NM
+    return x_NM
+
+
+def _step(update, path: str):
+    stack, row_dims, column_dims = matrix_shape(path, update.shape)
+    rows, columns = math.prod(row_dims), math.prod(column_dims)
+    matrices = update.reshape(*stack, rows, columns)
+    return (orthogonalise(matrices) * math.sqrt(max(1, columns / rows))).reshape(update.shape)
