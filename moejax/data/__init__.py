@@ -1,0 +1,1 @@
+"""From documents to batches: sources, tokenizers, mixture, packing, loader, and the Markov baseline."""

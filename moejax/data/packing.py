@@ -1,0 +1,153 @@
+"""First-fit packing of documents into rows.
+
+Documents are cut into pieces of seq_len tokens and a rest; one that fits a row stays whole. A piece is a segment of its own:
+the next piece does not see it, and its last token has no target. Full pieces are rows at once; the others go into the first
+of `pack_rows` open rows that has room. A row is handed out when it is full, or, being the fullest, makes way for a new one.
+
+Several documents are read side by side, a piece of each in turn: rows that follow each other come from different documents,
+or a batch of short rows would see one document only. Within a document the pieces keep their order.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+_MAX_EMPTY = 100_000
+"""Documents without a token, one after the other, that mean that there is nothing to read."""
+
+
+class Documents(Protocol):
+    """Tokens by place in the stream."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...  # int32 [T]; grain declares `T | None` and slices
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Row:
+    places: list[tuple[int, int, int]]
+    """Document, first token, one past the last token of each piece."""
+    pieces: list[np.ndarray]
+
+    def used(self) -> int:
+        return sum(stop - start for _, start, stop in self.places)
+
+
+class Packer:
+    """Iterator of rows, each a list of pieces (int32 [T] each, seq_len tokens or fewer in all)."""
+
+    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int):
+        """Starts at the first document.
+
+        Args:
+          documents: tokens of document 0, 1, ...; read by place, again after `restore`.
+          seq_len: tokens of a row.
+          pack_rows: rows kept open.
+          num_reading: documents read side by side.
+        """
+        self._documents, self._seq_len, self._pack_rows, self._num_reading = documents, seq_len, pack_rows, num_reading
+        self._next_document = 0
+        self._reading: collections.deque[tuple[int, int]] = collections.deque()  # document, tokens taken
+        self._tokens: dict[int, np.ndarray] = {}  # of the documents being read
+        self._open: list[_Row] = []
+
+    def __iter__(self) -> "Packer":
+        return self
+
+    def __next__(self) -> list[np.ndarray]:
+        """The next row; where documents end, the open rows in the order of their opening. Then StopIteration."""
+        while (place := self._next_place()) is not None:
+            document, start, stop = place
+            row = self._put(place, self._read(document)[start:stop].copy())
+            self._turn(document, stop)
+            if row is not None:
+                return row.pieces
+        if not self._open:
+            raise StopIteration
+        return self._open.pop(0).pieces
+
+    def state(self) -> dict:
+        """Position after the last row handed out: numbers only, no tokens."""
+        return {"next_document": self._next_document, "reading": [list(at) for at in self._reading],
+                "open": [[list(place) for place in row.places] for row in self._open]}
+
+    def restore(self, state: dict) -> None:
+        """Continues at a `state()`.
+
+        Raises:
+          ValueError: a document is shorter than it was.
+        """
+        self._next_document = state["next_document"]
+        self._reading = collections.deque((document, taken) for document, taken in state["reading"])
+        self._tokens = {}
+        self._open = [_Row([tuple(place) for place in places], [self._again(*place) for place in places]) for places in state["open"]]
+
+    def _next_place(self) -> tuple[int, int, int] | None:
+        num_empty = 0
+        while True:
+            while len(self._reading) < self._num_reading and self._next_document < len(self._documents):
+                self._reading.append((self._next_document, 0))
+                self._next_document += 1
+            if not self._reading:
+                return None
+            document, start = self._reading[0]
+            stop = min(start + self._seq_len, self._read(document).size)
+            if stop > start:
+                return document, start, stop
+            num_empty += 1
+            if num_empty > _MAX_EMPTY:
+                raise ValueError(f"{num_empty} documents one after the other have no token; is data.sources' field the right one?")
+            self._turn(document, stop)
+
+    def _turn(self, document: int, stop: int) -> None:
+        """Sends the document whose piece was taken to the end of the queue, or away if it is read."""
+        self._reading.popleft()
+        if stop < self._tokens[document].size:
+            self._reading.append((document, stop))
+        else:
+            del self._tokens[document]
+
+    def _put(self, place: tuple[int, int, int], piece: np.ndarray) -> _Row | None:
+        """Puts a piece where it belongs; returns a row that is done."""
+        if piece.size == self._seq_len:
+            return _Row([place], [piece])
+        for at, row in enumerate(self._open):
+            used = row.used() + piece.size
+            if used <= self._seq_len:
+                row.places.append(place)
+                row.pieces.append(piece)
+                return self._open.pop(at) if used == self._seq_len else None
+        done = None
+        if len(self._open) == self._pack_rows:
+            done = max(self._open, key=_Row.used)
+            self._open.remove(done)
+        self._open.append(_Row([place], [piece]))
+        return done
+
+    def _read(self, document: int) -> np.ndarray:
+        if document not in self._tokens:
+            self._tokens[document] = self._documents[document]
+        return self._tokens[document]
+
+    def _again(self, document: int, start: int, stop: int) -> np.ndarray:
+        tokens_T = self._documents[document]
+        if tokens_T.size < stop:
+            raise ValueError(f"document {document} of the stream has {tokens_T.size} tokens, and had {stop} or more when the state was "
+                             "saved: its file has changed.")
+        return tokens_T[start:stop].copy()
+
+
+def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of pieces as arrays: tokens_BL and segment_ids_BL, int32; what is left of a row is token 0 with id -1."""
+    tokens_BL = np.zeros((len(rows), seq_len), np.int32)
+    ids_BL = np.full((len(rows), seq_len), -1, np.int32)
+    for row, pieces in enumerate(rows):
+        at = 0
+        for number, piece in enumerate(pieces):
+            tokens_BL[row, at:at + piece.size] = piece
+            ids_BL[row, at:at + piece.size] = number
+            at += piece.size
+    return tokens_BL, ids_BL
