@@ -1,10 +1,10 @@
 """Softmax attention over packed documents."""
 
-from moejax_kernels.attention import reference
+from moejax_kernels.attention import reference, xla
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose
 
-IMPLEMENTATIONS = {"reference": reference.attention}
+IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None, implementation: Implementation | None = None):

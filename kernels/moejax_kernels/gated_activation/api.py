@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from moejax_kernels.gated_activation import reference
+from moejax_kernels.gated_activation import reference, xla
 from moejax_kernels.implementation import Implementation, choose
 
 Kind = Literal["swiglu", "swiglu_clamped", "situ"]
 NEEDS = {"swiglu": (), "swiglu_clamped": ("limit",), "situ": ("beta",)}
-IMPLEMENTATIONS = {"reference": reference.gated_activation}
+IMPLEMENTATIONS = {"xla": xla.gated_activation, "reference": reference.gated_activation}
 
 
 def gated_activation(gate_RF, up_RF, *, kind: Kind = "swiglu", limit=None, beta=None, linear_beta=None,

@@ -1,10 +1,10 @@
 """Matrix products of groups of rows."""
 
 from moejax_kernels.attention.shapes import check
-from moejax_kernels.grouped_matmul import reference
+from moejax_kernels.grouped_matmul import reference, xla
 from moejax_kernels.implementation import Implementation, choose
 
-IMPLEMENTATIONS = {"reference": reference.grouped_matmul}
+IMPLEMENTATIONS = {"xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
 
 
 def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation | None = None):

@@ -2,9 +2,9 @@
 
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose
-from moejax_kernels.index_kl import reference
+from moejax_kernels.index_kl import reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.index_kl}
+IMPLEMENTATIONS = {"xla": xla.index_kl, "reference": reference.index_kl}
 
 
 def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *, scale, segments=None,

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 
 from moejax_kernels.attention.shapes import check, check_segments
 from moejax_kernels.implementation import Implementation, choose
-from moejax_kernels.index_topk import reference
+from moejax_kernels.index_topk import reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.index_topk}
+IMPLEMENTATIONS = {"xla": xla.index_topk, "reference": reference.index_topk}
 
 
 def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk: int, segments=None, key_end_BS=None,

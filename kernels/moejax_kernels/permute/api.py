@@ -2,11 +2,11 @@
 
 from moejax_kernels.attention.shapes import check
 from moejax_kernels.implementation import Implementation, choose
-from moejax_kernels.permute import reference
+from moejax_kernels.permute import reference, xla
 from moejax_kernels.permute.plan import RowPlan
 
-PERMUTE = {"reference": reference.permute}
-UNPERMUTE = {"reference": reference.unpermute}
+PERMUTE = {"xla": xla.permute, "reference": reference.permute}
+UNPERMUTE = {"xla": xla.unpermute, "reference": reference.unpermute}
 
 
 def permute(x_TD, plan: RowPlan, *, implementation: Implementation | None = None):

@@ -2,9 +2,9 @@
 
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose
-from moejax_kernels.sparse_attention import reference
+from moejax_kernels.sparse_attention import reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.sparse_attention}
+IMPLEMENTATIONS = {"xla": xla.sparse_attention, "reference": reference.sparse_attention}
 
 
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim: int | None = None, segments=None,

@@ -1,0 +1,11 @@
+"""Arrays of one loop inside `shard_map`: its carry must vary over the same mesh axes as what is put into it."""
+
+import jax
+
+
+def vary_alike(*arrays):
+    """The arrays, each marked as varying over every mesh axis that one of them varies over. Gradients are summed where it was marked."""
+    axes_of = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    every = frozenset().union(*axes_of)
+    return tuple(jax.lax.pcast(array, tuple(sorted(every - axes)), to="varying") if every - axes else array
+                 for array, axes in zip(arrays, axes_of, strict=True))

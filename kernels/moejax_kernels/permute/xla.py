@@ -1,0 +1,58 @@
+"""The way to the routed rows and back, as gathers in both directions: neither pass nor its transpose scatters."""
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def permute(x_TD, plan):
+    return _rows(x_TD, plan.source_R)
+
+
+def _permute_save(x_TD, plan):
+    return permute(x_TD, plan), plan
+
+
+def _permute_grads(plan, dx_RD):
+    return _weighted_rows(dx_RD, plan, None), None
+
+
+permute.defvjp(_permute_save, _permute_grads)
+
+
+@jax.custom_vjp
+def unpermute(y_RD, plan, probs_TK):
+    return _weighted_rows(y_RD, plan, probs_TK)
+
+
+def _unpermute_save(y_RD, plan, probs_TK):
+    return unpermute(y_RD, plan, probs_TK), (y_RD, plan, probs_TK)
+
+
+def _unpermute_grads(saved, dy_TD):
+    y_RD, plan, probs_TK = saved
+    inside = jnp.promote_types(y_RD.dtype, jnp.float32)
+    source_R1, row_R1 = plan.source_R[:, None], jnp.arange(y_RD.shape[0])[:, None]
+    mine_RK = (source_R1 >= 0) & (plan.slot_TK[plan.source_R] == row_R1)
+    prob_R1 = jnp.sum(jnp.where(mine_RK, probs_TK[plan.source_R], 0), axis=1, keepdims=True).astype(inside)
+    dy_RD = (prob_R1 * _rows(dy_TD, plan.source_R).astype(inside)).astype(y_RD.dtype)
+    dprobs_TK = jnp.stack([jnp.sum(_rows(y_RD, slot_T).astype(inside) * dy_TD.astype(inside), axis=1) for slot_T in plan.slot_TK.T], axis=1)
+    return dy_RD, None, dprobs_TK.astype(probs_TK.dtype)
+
+
+unpermute.defvjp(_unpermute_save, _unpermute_grads)
+
+
+def _rows(array_RD, at_N):
+    return jnp.where((at_N >= 0)[:, None], array_RD[at_N], 0)
+
+
+def _weighted_rows(y_RD, plan, probs_TK):
+    """Sum over K, one gather at a time: [T, K, D] never exists."""
+    inside = jnp.promote_types(y_RD.dtype, jnp.float32)
+    total_TD = jnp.zeros((plan.slot_TK.shape[0], y_RD.shape[1]), inside)
+    for k in range(plan.slot_TK.shape[1]):
+        slot_T = plan.slot_TK[:, k]
+        y_TD = _rows(y_RD, slot_T).astype(inside)
+        total_TD += y_TD if probs_TK is None else jnp.where(slot_T < 0, 0, probs_TK[:, k])[:, None].astype(inside) * y_TD
+    return total_TD.astype(y_RD.dtype)

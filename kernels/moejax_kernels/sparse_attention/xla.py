@@ -1,0 +1,88 @@
+"""Sparse attention over blocks of queries: gathers the chosen keys, or masks all of them where most are chosen anyway."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from moejax_kernels.attention.blocks import over_queries, scan_queries
+from moejax_kernels.attention.reference import attend, masked_softmax
+from moejax_kernels.attention.visibility import chosen, visible, visible_at
+from moejax_kernels.grouped_matmul.varying import vary_alike
+
+DENSE_KEYS = 4
+"""Rows with at most so many times K keys are masked, not gathered."""
+GATHERED_ROWS = 2**15
+"""Keys that one block of queries gathers, about."""
+
+
+def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):
+    length, num_chosen = ids_BLK.shape[1:]
+    if length <= DENSE_KEYS * num_chosen:
+        v_BLGM = k_BLGC[..., :value_dim] if v_BLGM is None else v_BLGM
+        return _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments)
+    return _gathered(*vary_alike(q_BLHC, k_BLGC, v_BLGM, ids_BLK), segments, scale, value_dim)
+
+
+def _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments):
+    length = ids_BLK.shape[1]
+
+    def block(query_Q, q_BQHC, ids_BQK):
+        allowed_BQL = visible(segments, query_Q, jnp.arange(length, dtype=jnp.int32)) & chosen(ids_BQK, length)
+        return attend(q_BQHC, k_BLGC, v_BLGM, allowed_BQL, scale=scale)
+
+    return over_queries(block, q_BLHC, ids_BLK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
+    def block(query_Q, q_BQHC, ids_BQK):
+        allowed_BQK = visible_at(segments, query_Q, ids_BQK)
+        return _attend_each(q_BQHC, _take((k_BLGC, v_BLGM), ids_BQK), allowed_BQK, scale, value_dim)
+
+    return over_queries(block, q_BLHC, ids_BLK, block=_num_queries(ids_BLK))
+
+
+def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
+    return _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim), (q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments)
+
+
+def _grads(scale, value_dim, saved, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments = saved
+    inside = jnp.promote_types(q_BLHC.dtype, jnp.float32)
+
+    def block(sums, query_Q, q_BQHC, ids_BQK, do_BQHM):
+        allowed_BQK = visible_at(segments, query_Q, ids_BQK)
+        attend_each = functools.partial(_attend_each, allowed_BQK=allowed_BQK, scale=scale, value_dim=value_dim)
+        _, transpose = jax.vjp(attend_each, q_BQHC, _take((k_BLGC, v_BLGM), ids_BQK))
+        dq_BQHC, dtaken = transpose(do_BQHM)
+        at = (jnp.arange(ids_BQK.shape[0])[:, None, None], jnp.where(allowed_BQK, ids_BQK, ids_BLK.shape[1]))
+        return jax.tree.map(lambda sum_, d: sum_.at[at].add(d.astype(inside), mode="drop"), sums, dtaken), dq_BQHC
+
+    sums = jax.tree.map(lambda array: vary_alike(jnp.zeros(array.shape, inside), q_BLHC)[0], (k_BLGC, v_BLGM))
+    sums, dq_BLHC = scan_queries(block, sums, q_BLHC, ids_BLK, do_BLHM, block=_num_queries(ids_BLK))
+    return dq_BLHC, *jax.tree.map(lambda sum_, array: sum_.astype(array.dtype), sums, (k_BLGC, v_BLGM)), None, None
+
+
+_gathered.defvjp(_save, _grads)
+
+
+def _num_queries(ids_BLK):
+    return max(1, GATHERED_ROWS // (ids_BLK.shape[0] * ids_BLK.shape[2]))
+
+
+def _take(arrays, ids_BQK):
+    row_B11 = jnp.arange(ids_BQK.shape[0])[:, None, None]
+    return jax.tree.map(lambda array_BLGC: array_BLGC[row_B11, jnp.maximum(ids_BQK, 0)], arrays)
+
+
+def _attend_each(q_BQHC, taken, allowed_BQK, scale, value_dim):
+    """Each query over keys and values of its own."""
+    inside = jnp.promote_types(q_BQHC.dtype, jnp.float32)
+    k_BQKGC, v_BQKGM = jax.tree.map(lambda array: array.astype(inside), taken)
+    v_BQKGM = k_BQKGC[..., :value_dim] if v_BQKGM is None else v_BQKGM
+    q_BQGNC = q_BQHC.reshape(*q_BQHC.shape[:2], k_BQKGC.shape[3], -1, q_BQHC.shape[3]).astype(inside)
+    scores_BQGNK = scale * jnp.einsum("BQGNC,BQKGC->BQGNK", q_BQGNC, k_BQKGC)
+    probs_BQGNK = masked_softmax(scores_BQGNK, allowed_BQK[:, :, None, None])
+    o_BQGNM = jnp.einsum("BQGNK,BQKGM->BQGNM", probs_BQGNK, v_BQKGM)
+    return o_BQGNM.reshape(*q_BQHC.shape[:3], -1).astype(q_BQHC.dtype)
