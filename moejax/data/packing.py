@@ -83,6 +83,8 @@ class Packer:
         self._next_document = state["next_document"]
         self._reading = collections.deque((document, taken) for document, taken in state["reading"])
         self._tokens = {}
+        for document, taken in self._reading:
+            self._check(document, self._read(document), taken)
         self._open = [_Row([tuple(place) for place in places], [self._again(*place) for place in places]) for places in state["open"]]
 
     def _next_place(self) -> tuple[int, int, int] | None:
@@ -134,10 +136,14 @@ class Packer:
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]
-        if tokens_T.size < stop:
-            raise ValueError(f"document {document} of the stream has {tokens_T.size} tokens, and had {stop} or more when the state was "
-                             "saved: its file has changed.")
+        self._check(document, tokens_T, stop)
         return tokens_T[start:stop].copy()
+
+    @staticmethod
+    def _check(document: int, tokens_T: np.ndarray, taken: int) -> None:
+        if tokens_T.size < taken:
+            raise ValueError(f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
+                             "saved: its file has changed.")
 
 
 def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

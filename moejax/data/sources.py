@@ -145,12 +145,11 @@ def stdlib() -> Files:
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     names, skipped = [], []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
+    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+        if {"site-packages", "dist-packages"} & set(name.split("/")):
             continue
         try:
-            path.read_bytes().decode("utf-8")
+            (root / name).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             skipped.append(name)
         else:
