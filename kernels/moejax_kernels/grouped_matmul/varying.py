@@ -3,9 +3,11 @@
 import jax
 
 
-def vary_alike(*arrays):
-    """The arrays, each marked as varying over every mesh axis that one of them varies over. Gradients are summed where it was marked."""
+def vary_alike(*trees):
+    """The trees, each array marked as varying over every mesh axis that one of them varies over. Gradients are summed where it was marked."""
+    arrays, structure = jax.tree.flatten(trees)
     axes_of = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes_of)
-    return tuple(jax.lax.pcast(array, tuple(sorted(every - axes)), to="varying") if every - axes else array
-                 for array, axes in zip(arrays, axes_of, strict=True))
+    return jax.tree.unflatten(structure, [
+        jax.lax.pcast(array, tuple(sorted(every - axes)), to="varying") if every - axes else array
+        for array, axes in zip(arrays, axes_of, strict=True)])

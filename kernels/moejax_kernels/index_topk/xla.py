@@ -31,7 +31,8 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, k
             else:
                 allowed_BQK = visible_at(segments, query_Q, jax.lax.dynamic_slice_in_dim(key_end_BS, number * tile, tile, axis=1)[:, None])
             scores_BQK = jnp.where(allowed_BQK, index_scores(index_q_BQJC, index_k_BKC, index_w_BQJ), -jnp.inf)
-            return _merge(*best, scores_BQK, jnp.where(allowed_BQK, key_K, -1), num_best)
+            ids_BQK = jnp.broadcast_to(jnp.where(allowed_BQK, key_K, -1), scores_BQK.shape)
+            return _merge(*best, scores_BQK, ids_BQK, num_best)
 
         shape = (*index_q_BQJC.shape[:2], 0)
         inside = jnp.promote_types(index_q_BQJC.dtype, jnp.float32)

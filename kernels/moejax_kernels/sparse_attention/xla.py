@@ -21,7 +21,7 @@ def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, 
     if length <= DENSE_KEYS * num_chosen:
         v_BLGM = k_BLGC[..., :value_dim] if v_BLGM is None else v_BLGM
         return _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments)
-    return _gathered(*vary_alike(q_BLHC, k_BLGC, v_BLGM, ids_BLK), segments, scale, value_dim)
+    return _gathered(*vary_alike(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments), scale, value_dim)
 
 
 def _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments):
