@@ -23,6 +23,8 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef: flo
     """Sums of the next-token loss, chunked along L in a scan; each chunk's logits are made again in the backward pass.
 
     Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits exist at a time.
+    Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside shard_map over rows, with the head marked
+    as varying and the sums psummed, both happen once.
 
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
@@ -45,8 +47,8 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef: flo
 
     chunk = min(chunk_tokens, hidden_BLD.shape[1])
     chunks = tuple(_cut(array, chunk) for array in (hidden_BLD, targets_BL, weights_BL.astype(dtype)))
-    sums_2, _ = jax.lax.scan(lambda sums_2, chunk: (sums_2 + chunk_sums(*chunk), None), jnp.zeros(2, dtype), chunks)
-    nll_sum, z_sum = sums_2
+    _, sums_N2 = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
+    nll_sum, z_sum = sums_N2.sum(0)
     return CrossEntropy(nll_sum + z_coef * z_sum, nll_sum, z_sum, weights_BL.astype(dtype).sum())
 
 

@@ -41,5 +41,6 @@ def build(config: OptimConfig, *, steps: int, params_like, train_only: str = "")
 
     names = jax.tree.map(lambda rule: rule.algorithm, rules)
     used = {name: algorithms[name] for name in sorted(set(jax.tree.leaves(names)))}
-    return optax.chain(optax.partition(used, names), optax.stateless(decay_and_scale),
-                       optax.scale_by_schedule(learning_rate(config, steps)))
+    return optax.chain(
+        optax.partition(used, names), optax.stateless(decay_and_scale), optax.scale_by_schedule(learning_rate(config, steps))
+    )

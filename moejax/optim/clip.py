@@ -16,8 +16,11 @@ def global_norm(grads, *, trainable=None):
     """
     leaves = jax.tree.leaves(grads)
     counted = [True] * len(leaves) if trainable is None else jax.tree.leaves(trainable)
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
-               for leaf, count in zip(leaves, counted, strict=True) if count]
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+        for leaf, count in zip(leaves, counted, strict=True)
+        if count
+    ]
     return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
 
 

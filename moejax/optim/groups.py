@@ -37,8 +37,9 @@ class Rule:
 def assign(config: OptimConfig, params_like, *, train_only: str = ""):
     """A Rule for each parameter, in a tree like `params_like`.
 
-    Muon takes matrices but embedding, output projection and router, as its author advises; the rest is AdamW's. Matrices decay,
-    vectors (all of one dim per layer or expert, VECTORS, and depthwise filters) do not, unless a group names a decay for them.
+    Muon takes matrices, but neither embedding and output projection, as its author advises, nor the router, whose columns must move
+    apart and not be made orthogonal; the rest is AdamW's. Matrices decay; vectors do not, unless a group names a decay for them: all
+    of one dim per layer or expert, VECTORS, depthwise filters.
 
     Args:
       config: optimizer, rates, decay and groups.
@@ -55,10 +56,15 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
     movable = [path for path in shapes if not _is_balance(path)]
     claims = {path: next((i for i, pattern in enumerate(patterns) if pattern.search(path)), None) for path in movable}
     for i, group in enumerate(config.groups):
-        require(i in claims.values(), f"optim.groups: pattern={group.pattern!r} claims no parameter: none matches, or earlier groups took "
-                f"them. Paths look like {_some(movable)}.")
-    require(any(wanted.search(path) for path in movable),
-            f"train.train_only={train_only!r} matches no parameter. Paths look like {_some(movable)}.")
+        require(
+            i in claims.values(),
+            f"optim.groups: pattern={group.pattern!r} claims no parameter: none matches, or earlier groups took "
+            f"them. Paths look like {_some(movable)}.",
+        )
+    require(
+        any(wanted.search(path) for path in movable),
+        f"train.train_only={train_only!r} matches no parameter. Paths look like {_some(movable)}.",
+    )
 
     def rule(path: str) -> Rule:
         if _is_balance(path):
@@ -109,21 +115,27 @@ def matrix_shape(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tu
         return stack, inner[:1], inner[1:]
     if heads == [True, False, False]:
         return stack, inner[:2], inner[2:]
-    raise ConfigError(f"parameter {path} of shape {shape}: its name does not tell Muon rows from columns; three dims must be like DHC "
-                      "or HMD. Rename it, or use optim.kind='adamw'.")
+    raise ConfigError(
+        f"parameter {path} of shape {shape}: its name does not tell Muon rows from columns; three dims must be like DHC "
+        "or HMD. Rename it, or use optim.kind='adamw'."
+    )
 
 
 def _is_matrix(path: str, shape: tuple[int, ...]) -> bool:
-    num_stacked, _ = _inner_dims(path, shape)
-    return len(shape) - num_stacked >= 2 and _name(path)[0].rsplit("_", 1)[-1] not in VECTORS and "conv" not in path
+    num_stacked, letters = _inner_dims(path, shape)
+    num_dims = len(shape) - num_stacked - letters.count("1")  # `shared_gate_D1` is a vector
+    return num_dims >= 2 and _name(path)[0].rsplit("_", 1)[-1] not in VECTORS and "conv" not in path
 
 
 def _inner_dims(path: str, shape: tuple[int, ...]) -> tuple[int, list[str]]:
     """How many leading dims stack layers (the first in `unit/`) and experts (E first in a name), and the names of the others, if told."""
     _, letters = _name(path)
     num_stacked = int(path.startswith("unit/"))
-    require(not letters or len(letters) == len(shape) - num_stacked, f"parameter {path} has shape {shape}, but its name tells "
-            f"{len(letters)} dims{' after the one that stacks layers' if num_stacked else ''}. Rename it.")
+    require(
+        not letters or len(letters) == len(shape) - num_stacked,
+        f"parameter {path} has shape {shape}, but its name tells "
+        f"{len(letters)} dims{' after the one that stacks layers' if num_stacked else ''}. Rename it.",
+    )
     if letters[:1] == ["E"] and "router" not in path.split("/"):
         return num_stacked + 1, letters[1:]
     return num_stacked, letters
@@ -155,4 +167,4 @@ def _compile(field: str, pattern: str) -> re.Pattern:
 
 
 def _some(paths: list[str]) -> str:
-    return ", ".join(paths[::max(len(paths) // 4, 1)][:4])
+    return ", ".join(paths[:: max(len(paths) // 4, 1)][:4])

@@ -21,6 +21,7 @@ def scale_by_muon() -> optax.GradientTransformation:
 
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks" (KellerJordan/Muon), scale included.
     """
+
     def steps(updates, params):
         return jax.tree_util.tree_map_with_path(lambda keys, update: _step(update, path_of(keys)), updates)
 
@@ -33,10 +34,12 @@ def orthogonalise(x_NM, *, eps: float = 1e-8):
         return jnp.swapaxes(orthogonalise(jnp.swapaxes(x_NM, -2, -1), eps=eps), -2, -1)
     a, b, c = COEFFICIENTS
     x_NM = x_NM / (jnp.linalg.norm(x_NM, axis=(-2, -1), keepdims=True) + eps)
-    for _ in range(NUM_ITERATIONS):
+
+    def iterate(_, x_NM):
         gram_NN = x_NM @ jnp.swapaxes(x_NM, -2, -1)
-        x_NM = a * x_NM + (b * gram_NN + c * gram_NN @ gram_NN) @ x_NM
-    return x_NM
+        return a * x_NM + (b * gram_NN + c * gram_NN @ gram_NN) @ x_NM
+
+    return jax.lax.fori_loop(0, NUM_ITERATIONS, iterate, x_NM)
 
 
 def _step(update, path: str):

@@ -1,0 +1,156 @@
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.losses.cross_entropy import cross_entropy
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "ops" / "cross_entropy.npz"
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return dict(np.load(GOLDEN))
+
+
+def plain(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
+    logits_BLV = hidden_BLD @ unembed_DV
+    lse_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+    target_BL = jnp.take_along_axis(logits_BLV, jnp.maximum(targets_BL, 0)[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights_BL * (lse_BL - target_BL + z_coef * lse_BL**2))
+
+
+def close(got, want, tolerance):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 1024])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])  # float32: sums of 103 terms, a few roundings
+def test_values_and_gradients_match_the_golden_ones(golden, dtype, tolerance, chunk_tokens):
+    with jax.enable_x64(dtype == "float64"):
+        hidden_BLD, unembed_DV = jnp.asarray(golden["hidden"], dtype), jnp.asarray(golden["weight"], dtype)
+        targets_BL = jnp.asarray(golden["labels"], jnp.int32)
+        weights_BL = (targets_BL >= 0).astype(jnp.float32)
+
+        def mean_loss(hidden_BLD, unembed_DV, z_coef):
+            sums = cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef=z_coef, chunk_tokens=chunk_tokens)
+            return sums.loss_sum / sums.weight_sum, sums
+
+        both = jax.jit(jax.value_and_grad(mean_loss, argnums=(0, 1), has_aux=True))
+        (_, sums), grads = both(hidden_BLD, unembed_DV, 0.0)
+        (z_loss, _), z_grads = both(hidden_BLD, unembed_DV, float(golden["z_coef"]))
+        assert sums.nll_sum.dtype == dtype
+        close(sums.nll_sum, golden["nll_sum"], tolerance)
+        close(sums.z_sum, golden["z_sum"], tolerance)
+        assert sums.weight_sum == golden["count"]
+        close(z_loss, (golden["nll_sum"] + golden["z_coef"] * golden["z_sum"]) / golden["count"], tolerance)
+        for got, name in zip((*grads, *z_grads), ("d_hidden", "d_weight", "zd_hidden", "zd_weight"), strict=True):
+            close(got, golden[name], tolerance)
+        assert not np.asarray(grads[0])[np.asarray(targets_BL) < 0].any()
+
+
+def random_case(seed=0, B=2, L=11, D=8, V=13):
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape))
+
+    return draw(B, L, D), draw(D, V), rng.integers(0, V, (B, L)), jnp.asarray(rng.random((B, L)))
+
+
+def test_gradients_of_a_scaled_and_weighted_loss_equal_the_plain_ones():
+    with jax.enable_x64(True):
+        hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case()
+
+        def chunked(hidden, unembed, weights):
+            return -65528.0 * cross_entropy(hidden, unembed, targets_BL, weights, z_coef=0.3, chunk_tokens=4).loss_sum
+
+        def whole(hidden, unembed, weights):
+            return -65528.0 * plain(hidden, unembed, targets_BL, weights, 0.3)
+
+        got = jax.jit(jax.grad(chunked, argnums=(0, 1, 2)))(hidden_BLD, unembed_DV, weights_BL)
+        want = jax.jit(jax.grad(whole, argnums=(0, 1, 2)))(hidden_BLD, unembed_DV, weights_BL)
+        for ours, theirs in zip(got, want, strict=True):
+            close(ours, theirs, 1e-12)
+
+
+def test_the_two_sums_can_be_differentiated_on_their_own():
+    with jax.enable_x64(True):
+        hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case()
+
+        def combined(hidden):
+            sums = cross_entropy(hidden, unembed_DV, targets_BL, weights_BL, chunk_tokens=4)
+            return 2 * sums.nll_sum - 3 * sums.z_sum
+
+        def whole(hidden):
+            return 2 * plain(hidden, unembed_DV, targets_BL, weights_BL, -1.5)
+
+        close(jax.jit(jax.grad(combined))(hidden_BLD), jax.jit(jax.grad(whole))(hidden_BLD), 1e-12)
+
+
+def test_microbatches_of_1_and_100_labels_add_up_to_the_joined_batch():
+    with jax.enable_x64(True):
+        hidden_BLD, unembed_DV, targets_BL, _ = random_case(B=2, L=100)
+        weights_BL = np.ones((2, 100))
+        weights_BL[0, 1:] = 0
+
+        def over_101(hidden, unembed, microbatches):
+            return (
+                sum(
+                    cross_entropy(hidden[rows], unembed, targets_BL[rows], weights_BL[rows], chunk_tokens=32).loss_sum
+                    for rows in microbatches
+                )
+                / 101
+            )
+
+        both = jax.jit(jax.value_and_grad(over_101, argnums=(0, 1)), static_argnums=2)
+        joined = both(hidden_BLD, unembed_DV, (slice(0, 2),))
+        parts = both(hidden_BLD, unembed_DV, (slice(0, 1), slice(1, 2)))
+        for got, want in zip(jax.tree.leaves(parts), jax.tree.leaves(joined), strict=True):
+            close(got, want, 1e-12)
+
+
+def test_a_batch_without_labels_is_zero_with_zero_gradients():
+    hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case()
+
+    def loss(hidden, unembed):
+        return cross_entropy(hidden, unembed, np.full_like(targets_BL, -100), 0 * weights_BL, z_coef=1.0, chunk_tokens=4).loss_sum
+
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden_BLD.astype(jnp.float32), unembed_DV.astype(jnp.float32))
+    assert value == 0
+    assert not any(np.asarray(grad).any() for grad in grads)
+
+
+def test_bfloat16_keeps_logits_and_head_gradient_in_float32():
+    hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case()
+    hidden_BLD, unembed_DV = hidden_BLD.astype(jnp.bfloat16), unembed_DV.astype(jnp.float32)
+
+    def loss(hidden, unembed):
+        return cross_entropy(hidden, unembed, targets_BL, weights_BL, chunk_tokens=4).loss_sum
+
+    value, (dhidden_BLD, dunembed_DV) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden_BLD, unembed_DV)
+
+    def whole(hidden, unembed):
+        return plain(hidden, unembed, targets_BL, weights_BL, 0.0)
+
+    want, want_grads = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(
+        hidden_BLD.astype(jnp.float32), unembed_DV.astype(jnp.bfloat16).astype(jnp.float32)
+    )
+    assert (value.dtype, dhidden_BLD.dtype, dunembed_DV.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    close(value, want, 1e-6)  # inputs are the same rounded ones, products and sums are float32
+    close(dhidden_BLD, want_grads[0], 2**-7)  # the logits' cotangent and the result are rounded to bfloat16
+    close(dunembed_DV, want_grads[1], 2**-7)
+
+
+def test_compiled_temporaries_do_not_hold_the_logits():
+    B, L, D, V = 1, 1024, 8, 4096
+    shapes = (jax.ShapeDtypeStruct((B, L, D), jnp.float32), jax.ShapeDtypeStruct((D, V), jnp.float32))
+
+    def loss(hidden, unembed):
+        return cross_entropy(hidden, unembed, jnp.zeros((B, L), jnp.int32), jnp.ones((B, L)), chunk_tokens=64).loss_sum
+
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < B * L * V * 4 / 3  # a few chunks of 1/16 of the logits
