@@ -27,7 +27,7 @@ def switch_balance(scores_BLE, ids_BLK, segments: Segments) -> BalanceSum:
 
     Args:
       scores_BLE: router scores, sum 1 over experts; float32 or float64.
-      ids_BLK: integers, the chosen experts.
+      ids_BLK: integers, the chosen experts; anything, -1 too, for padding.
       segments: tells padding.
     """
     valid_BL = segments.ids_BL >= 0

@@ -69,7 +69,8 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
     def rule(path: str) -> Rule:
         if _is_balance(path):
             return Rule(algorithm="balance", learning_rate=0.0, weight_decay=0.0)
-        group = GroupConfig(pattern="") if claims[path] is None else config.groups[claims[path]]
+        claim = claims[path]
+        group = GroupConfig(pattern="") if claim is None else config.groups[claim]
         if group.lr_scale == 0 or not wanted.search(path):
             return Rule(algorithm="frozen", learning_rate=0.0, weight_decay=0.0, group=group.pattern)
         is_matrix = _is_matrix(path, shapes[path])

@@ -107,7 +107,7 @@ def test_padding_enters_nothing_whatever_it_holds():
         return np.concatenate([array, np.full((array.shape[0], 7, *array.shape[2:]), value, array.dtype)], axis=1)
 
     short = (scores_BLE, ids_BLK, Segments.build(IDS_BL))
-    long = (padded(scores_BLE, np.nan), padded(ids_BLK, 3), Segments.build(padded(IDS_BL, -1)))
+    long = (padded(scores_BLE, np.nan), padded(ids_BLK, -1), Segments.build(padded(IDS_BL, -1)))
     for loss in (switch_balance, sequence_balance):
         got, want = loss(*long), loss(*short)
         np.testing.assert_allclose(got.loss_sum, want.loss_sum, rtol=1e-14)
