@@ -1,0 +1,115 @@
+"""Several processes under `jax.distributed`: who they are, and what happens when one is lost."""
+
+import dataclasses
+import os
+import socket
+
+import jax
+from jax._src import xla_bridge
+from jax._src.clusters.ompi_cluster import OmpiCluster
+from jax._src.clusters.slurm_cluster import SlurmCluster
+
+from moejax.config.errors import ConfigError, require
+from moejax.config.mesh import ProcessConfig
+from moejax.parallel import watch
+
+START_TIMEOUT_S = 300
+"""Seconds that the first process waits for the last one to arrive."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """This process among the others."""
+
+    coordinator: str
+    """host:port at which process 0 listens."""
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+    """GPUs of this process; None: all that it sees."""
+    source: str
+    """Where the above is from."""
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Pretends so many CPU devices in this process.
+
+    Raises:
+      ConfigError: JAX has started its devices already, with another number.
+    """
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        return
+    there = jax.local_device_count()
+    require(jax.default_backend() == "cpu" and there == num_devices,
+            f"mesh.simulate_devices={num_devices} comes too late: JAX has started with {there} {jax.default_backend()} device(s). "
+            "Ask for them before anything uses a device, or start a new Python.")
+
+
+def find_place(config: ProcessConfig) -> Place | None:
+    """Where this process stands, from the config or else the environment; None for a run of one process.
+
+    Raises:
+      ConfigError: the environment is that of a cluster, but it does not say all.
+    """
+    if config.coordinator:
+        return Place(coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id, source="processes.*")
+    if "JAX_NUM_PROCESSES" in os.environ:
+        return _from_variables()
+    for source, cluster, shared in (("SLURM", SlurmCluster, _slurm_shares_nodes), ("Open MPI", OmpiCluster, _ompi_shares_nodes)):
+        if cluster.is_env_present() and cluster.get_process_count() > 1:
+            local = cluster.get_local_process_id()
+            coordinator = cluster.get_coordinator_address(timeout_secs=START_TIMEOUT_S,
+                                                          override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"))
+            return Place(coordinator=coordinator, num_processes=cluster.get_process_count(), process_id=cluster.get_process_id(),
+                         local_device_ids=(local,) if shared() and local is not None else None, source=source)
+    return None
+
+
+def _slurm_shares_nodes() -> bool:
+    """Several tasks on a node take one GPU each; a lone task takes all."""
+    return int(os.environ["SLURM_NTASKS"]) > int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+
+
+def _ompi_shares_nodes() -> bool:
+    return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > 1
+
+
+def _from_variables() -> Place:
+    """JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS; the last two have a default in an indexed Kubernetes job."""
+    index = os.environ.get("JAX_PROCESS_ID", os.environ.get("JOB_COMPLETION_INDEX"))
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator is None and "JOB_COMPLETION_INDEX" in os.environ:
+        # The pods of an indexed job are called <job>-<index>, and reach each other by name under the job's headless service.
+        host, _, domain = socket.getfqdn().partition(".")
+        coordinator = f"{host.rpartition('-')[0]}-0.{domain}:55527"
+    if index is None or coordinator is None:
+        raise ConfigError(f"JAX_NUM_PROCESSES={os.environ['JAX_NUM_PROCESSES']} is set, but JAX_PROCESS_ID={index} and JAX_COORDINATOR_ADDRESS="
+                          f"{coordinator} are not both; set them, or give processes.coordinator, num_processes and process_id.")
+    return Place(coordinator=coordinator, num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(index),
+                 source="Kubernetes" if "JOB_COMPLETION_INDEX" in os.environ else "JAX_* variables")
+
+
+def initialize(config: ProcessConfig) -> Place | None:
+    """Joins the other processes, and watches them from then on; does nothing in a run of one process.
+
+    When a process dies, hangs or fails, each of the others ends within `config.timeout_s` seconds with exit code
+    `watch.EXIT_LOST` and a line on stderr that names the process and its host. Call it before anything uses a device.
+
+    Returns:
+      This process's place, or None for one process.
+
+    Raises:
+      ConfigError: see `find_place`.
+      RuntimeError: the others did not come within START_TIMEOUT_S, or JAX was in use already.
+    """
+    place = find_place(config)
+    if place is None or place.num_processes == 1:
+        return None
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator, num_processes=place.num_processes, process_id=place.process_id, local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate", initialization_timeout=START_TIMEOUT_S, heartbeat_timeout_seconds=config.timeout_s)
+    watch.start(place.coordinator, place.num_processes, place.process_id, timeout_s=config.timeout_s)
+    return place
