@@ -1,0 +1,53 @@
+"""What KDA and GDN share before any chunk: checks of shapes and dtypes, grouped heads, padding, document labels."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.segments import Segments
+
+
+def check(op: str, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | None, initial_state_BHCM, *, decay_per_channel: bool) -> None:
+    """Raises ValueError, with the numbers, for inputs that do not fit each other."""
+    if q_BLGC.ndim != 4 or v_BLHM.ndim != 4:
+        raise ValueError(f"{op}: q is [B, L, G, C] and v is [B, L, H, M], got q {q_BLGC.shape} and v {v_BLHM.shape}.")
+    B, L, G, C = q_BLGC.shape
+    H, M = v_BLHM.shape[2:]
+    if H % G:
+        raise ValueError(f"{op}: v has H={H} heads, no multiple of the G={G} heads of q and k; q {q_BLGC.shape}, v {v_BLHM.shape}. "
+                         f"Use a number of value heads that G divides.")
+    g_shape = (B, L, H, C) if decay_per_channel else (B, L, H)
+    wanted = {"q_BLGC": (q_BLGC, (B, L, G, C)), "k_BLGC": (k_BLGC, (B, L, G, C)), "v_BLHM": (v_BLHM, (B, L, H, M)),
+              "g_BLHC" if decay_per_channel else "g_BLH": (g, g_shape), "beta_BLH": (beta_BLH, (B, L, H))}
+    if initial_state_BHCM is not None:
+        wanted["initial_state_BHCM"] = (initial_state_BHCM, (B, H, C, M))
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f"{op}: {name} must be {shape} beside q {q_BLGC.shape} and v {v_BLHM.shape}, got {array.shape}.")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} must be floating point, got {array.dtype}. Cast it, for example to float32.")
+    if segments is not None and segments.ids_BL.shape != (B, L):
+        raise ValueError(f"{op}: segments are for {segments.ids_BL.shape} tokens, q has {(B, L)}. Build them from the ids of this batch.")
+
+
+def widen(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *, scale: float | None):
+    """Inputs in the dtype of the computation (at least float32), q scaled, q and k repeated for grouped heads, the state made if None."""
+    num_heads, dtype = v_BLHM.shape[2], jnp.promote_types(jnp.result_type(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH), jnp.float32)
+    q_BLGC, k_BLGC, v_BLHM, g, beta_BLH = (x.astype(dtype) for x in (q_BLGC, k_BLGC, v_BLHM, g, beta_BLH))
+    B, _, G, C = q_BLGC.shape
+    q_BLHC, k_BLHC = q_BLGC * (C**-0.5 if scale is None else scale), k_BLGC
+    if num_heads != G:
+        q_BLHC, k_BLHC = (jnp.repeat(x, num_heads // G, axis=2) for x in (q_BLHC, k_BLHC))
+    state_BHCM = jnp.zeros((B, num_heads, C, v_BLHM.shape[3]), dtype) if initial_state_BHCM is None else initial_state_BHCM.astype(dtype)
+    return vary_alike(q_BLHC, k_BLHC, v_BLHM, g, beta_BLH, state_BHCM)
+
+
+def labels(segments: Segments):
+    """int32 [B, L]: the same number for tokens that share a recurrent state. Padding takes the label of the token before it."""
+    return lax.cummax(jnp.where(segments.ids_BL >= 0, segments.starts_BL, -1), axis=1)
+
+
+def clear_padding(segments: Segments, arrays):
+    """Arrays [B, L, ...] with zeros at padding: nothing is written, nothing decays, nothing is read."""
+    real_BL = jnp.asarray(segments.ids_BL) >= 0
+    return tuple(jnp.where(real_BL.reshape(real_BL.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays)

@@ -1,0 +1,3 @@
+"""Gated DeltaNet: the delta rule with one decay per head."""
+
+from moejax_kernels.gated_delta.api import gated_delta as gated_delta

@@ -1,0 +1,42 @@
+"""Public KDA (Kimi Delta Attention)."""
+
+from moejax_kernels import delta_inputs
+from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.kda import reference, xla
+from moejax_kernels.segments import Segments
+
+IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}
+
+
+def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments: Segments | None = None, initial_state_BHCM=None, scale: float | None = None,
+        min_log_decay: float | None = None, implementation: Implementation | None = None):
+    """Gated delta rule with a decay per key channel: `S <- (I - beta k k') diag(exp g) S + beta k v'`, then `o = scale S'q`.
+
+    Args:
+      q_BLGC, k_BLGC: float arrays, normalised by the caller. H is a multiple of G; head h reads group h // (H // G).
+      v_BLHM: float array of values.
+      g_BLHC: log-decay in nats a token, finite and <= 0.
+      beta_BLH: write strength, 0..1 (2 with negative eigenvalues).
+      segments: packed documents; None: one document a row. A document starts from a zero state, one with a parent from the state
+        after the parent's last token ("reference" only). A padding token outputs 0 and the state passes it by unchanged.
+      initial_state_BHCM: state before the row's first token, for that token's document alone. None: zeros.
+      scale: factor of q; None: C**-0.5.
+      min_log_decay: promise that no g is below it. From -5 up "xla" takes a form with fewer matmuls, which overflows where the promise
+        is broken; None: a form that is right for any g.
+      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+
+    Returns:
+      o_BLHM in v's dtype, and final_state_BHCM, the state after the row's last token that is not padding, in the dtype of the
+      computation: float32, or float64 where an input is. "xla" moves about 40 arrays of B*L*H*C forward and backward, and
+      keeps about 12 and one state per 16 tokens in between.
+
+    Raises:
+      ValueError: shapes that do not fit each other, or inputs that are not floating point.
+      UnsupportedError: "xla" with segments that have parents.
+
+    Source: Kimi Linear tech report, arXiv 2510.26692, section 3; the recurrence of fla-org/flash-linear-attention `fla/ops/kda/naive.py`.
+    """
+    delta_inputs.check("kda", q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments, initial_state_BHCM, decay_per_channel=True)
+    run = choose("kda", implementation, IMPLEMENTATIONS)
+    return run(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments=segments, initial_state_BHCM=initial_state_BHCM, scale=scale,
+               min_log_decay=min_log_decay)
