@@ -85,8 +85,9 @@ def _from_variables() -> Place:
         host, _, domain = socket.getfqdn().partition(".")
         coordinator = f"{host.rpartition('-')[0]}-0.{domain}:55527"
     if index is None or coordinator is None:
-        raise ConfigError(f"JAX_NUM_PROCESSES={os.environ['JAX_NUM_PROCESSES']} is set, but JAX_PROCESS_ID={index} and JAX_COORDINATOR_ADDRESS="
-                          f"{coordinator} are not both; set them, or give processes.coordinator, num_processes and process_id.")
+        raise ConfigError(f"JAX_NUM_PROCESSES={os.environ['JAX_NUM_PROCESSES']} is set, but JAX_PROCESS_ID={index} and "
+                          f"JAX_COORDINATOR_ADDRESS={coordinator} are not both; set them, or give processes.coordinator, num_processes "
+                          "and process_id.")
     return Place(coordinator=coordinator, num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(index),
                  source="Kubernetes" if "JOB_COMPLETION_INDEX" in os.environ else "JAX_* variables")
 

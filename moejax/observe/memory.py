@@ -1,0 +1,43 @@
+"""Bytes per device, from the compiler and from shardings; no data is needed."""
+
+import math
+from typing import Any
+
+import jax
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a sharded tree on the device that holds most.
+
+    Args:
+      tree: arrays, or `jax.ShapeDtypeStruct` with shardings; a leaf without a sharding counts in full.
+    """
+    held: dict[Any, int] = {}
+    everywhere = 0
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding is None:
+            everywhere += math.prod(leaf.shape) * leaf.dtype.itemsize
+            continue
+        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for device in leaf.sharding.device_set:
+            held[device] = held.get(device, 0) + shard_bytes
+    return max(held.values(), default=0) + everywhere
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """What a compiled program takes on each device.
+
+    Returns:
+      `arguments_bytes`, `outputs_bytes`, `aliased_bytes` (outputs that reuse an argument), `temporaries_bytes`, `code_bytes`,
+      and `total_bytes`, in which an alias counts once.
+
+    Raises:
+      RuntimeError: the backend makes no memory analysis.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise RuntimeError("This backend gives no memory analysis of a compiled program.")
+    parts = {"arguments_bytes": analysis.argument_size_in_bytes, "outputs_bytes": analysis.output_size_in_bytes,
+             "aliased_bytes": analysis.alias_size_in_bytes, "temporaries_bytes": analysis.temp_size_in_bytes,
+             "code_bytes": analysis.generated_code_size_in_bytes}
+    return parts | {"total_bytes": sum(parts.values()) - 2 * parts["aliased_bytes"]}
