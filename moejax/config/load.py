@@ -1,7 +1,9 @@
 """Configs from files and from the command line."""
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import runpy
 import traceback
@@ -48,7 +50,8 @@ def _call(path: Path) -> Any:
     """What the file's config() returns; an exception inside becomes a ConfigError with its place."""
     try:
         make = runpy.run_path(str(path), run_name=path.stem).get("config")
-        require(callable(make), f"{path} has no function config(); a config file is one function config() -> RunConfig.")
+        if not callable(make):
+            raise ConfigError(f"{path} has no function config(); a config file is one function config() -> RunConfig.")
         return make()
     except ConfigError:
         raise
@@ -98,7 +101,10 @@ def fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def help_text(config: RunConfig) -> str:
     """Every field of the config with its meaning and its value, as shown by --help."""
-    return tyro.extras.get_parser(RunConfig, default=config).format_help()
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        tyro.cli(RunConfig, prog="moejax train CONFIG", default=config, args=["--help"])
+    return text.getvalue()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -194,7 +200,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
     """Python does not check the types of a dataclass; a file's `kind="adam"` must not reach a branch that knows no such kind."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             require(isinstance(value, kind), f"{prefix}{name}={value!r} is no {kind.__name__}.")
             _check_types(value, f"{prefix}{name}.")
         elif _is_group_tuple(kind):

@@ -100,7 +100,8 @@ class ResidualConfig:
 
     def __post_init__(self):
         require(self.block_size >= 1, f"residual.block_size={self.block_size} must be >= 1.")
-        require(self.num_streams >= 1 and self.sinkhorn_iters >= 1, "residual.num_streams and residual.sinkhorn_iters must be >= 1.")
+        require(self.num_streams >= 1 and self.sinkhorn_iters >= 1,
+                f"residual.num_streams={self.num_streams} and residual.sinkhorn_iters={self.sinkhorn_iters} must be >= 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,7 @@ def _packages() -> list[Row]:
 def _parse_requirement(wish: str) -> tuple[str, str, str]:
     """Name, version condition and extra of e.g. `jax[cuda12]==0.11.2; extra == "gpu"`."""
     package, _, marker = wish.partition(";")
-    name, condition = re.fullmatch(r"([\w.-]+(?:\[[\w,]+\])?)\s*(.*)", package.strip()).groups()
+    ((name, condition),) = re.findall(r"^([\w.-]+(?:\[[\w,]+\])?)\s*(.*)$", package.strip())
     extra = re.search(r'extra == "(\w+)"', marker)
     if name == "jax[cuda12]":
         return "jax-cuda12-plugin", condition, extra.group(1) if extra else ""

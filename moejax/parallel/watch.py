@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -34,7 +35,7 @@ def start(coordinator: str, num_processes: int, process_id: int, *, timeout_s: f
       process_id: this one.
       timeout_s: seconds within which the others end after a process is lost.
     """
-    client = distributed.global_state.client  # jax has no public way to its key-value store
+    client: Any = distributed.global_state.client  # jax has no public way to its key-value store
     client.key_value_set(f"{_HOST}{process_id}", f"{socket.gethostname()}, pid {os.getpid()}")
     hosts = [client.blocking_key_value_get(f"{_HOST}{other}", int(1000 * timeout_s)) for other in range(num_processes)]
     watch = _Watch(client, coordinator, hosts, process_id, timeout_s)
@@ -46,7 +47,7 @@ def start(coordinator: str, num_processes: int, process_id: int, *, timeout_s: f
 class _Watch(threading.Thread):
     """Sends this process's heartbeat; in process 0, also judges those of the others."""
 
-    def __init__(self, client, coordinator: str, hosts: list[str], process_id: int, timeout_s: float):
+    def __init__(self, client: Any, coordinator: str, hosts: list[str], process_id: int, timeout_s: float):
         super().__init__(daemon=True, name="moejax process watch")
         self.client, self.coordinator, self.hosts, self.process_id = client, coordinator, hosts, process_id
         # Killed at 0: noticed by 0.6 + 0.1, read by the others by 0.8, process 0 (and the store) leaves by 0.9.

@@ -1,0 +1,141 @@
+"""Every check of the config dataclasses: the error names the field, the value and what would fit."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from moejax.config.data import DataConfig, SourceConfig
+from moejax.config.errors import ConfigError
+from moejax.config.mesh import AXES, BUILT, MeshConfig, ProcessConfig
+from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig, RopeConfig
+from moejax.config.model import LayerKind, ModelConfig, MoEConfig, ResidualConfig, RouterConfig, plan_layers
+from moejax.config.run import RunConfig, layer_plan, resolve
+from moejax.config.training import CheckpointConfig, GroupConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
+
+BIASED = RouterConfig(correction_bias=True)
+DSA = ModelConfig(mixers=("dsa",), mla=MLAConfig(q_lora_rank=16))
+WRONG = [
+    (lambda: SourceConfig(kind="text"), ["data.sources", "kind='text'", "path=''"]),
+    (lambda: SourceConfig(path="a.txt"), ["data.sources", "kind='stdlib'", "path='a.txt'"]),
+    (lambda: SourceConfig(weight=0.0), ["data.sources", "weight=0.0", "> 0"]),
+    (lambda: DataConfig(sources=()), ["data.sources", "at least one"]),
+    (lambda: DataConfig(seq_len=1), ["data.seq_len=1", "at least 2"]),
+    (lambda: DataConfig(batch_size=0), ["data.batch_size=0", "at least 1"]),
+    (lambda: DataConfig(pack_rows=0), ["data.pack_rows=0", "at least 1"]),
+    (lambda: DataConfig(heldout_percent=51), ["data.heldout_percent=51", "between 1 and 50"]),
+    (lambda: MeshConfig(fsdp=0), ["mesh.fsdp=0", "at least 1", "-1"]),
+    (lambda: MeshConfig(expert=-2), ["mesh.expert=-2", "at least 1", "-1"]),
+    (lambda: MeshConfig(simulate_devices=-1), ["mesh.simulate_devices=-1", ">= 0"]),
+    (lambda: ProcessConfig(coordinator="a:1"), ["processes.coordinator='a:1'", "num_processes=0", "all three or none"]),
+    (lambda: ProcessConfig(coordinator="a:1", num_processes=2, process_id=2), ["processes.process_id=2", "processes.num_processes=2"]),
+    (lambda: ProcessConfig(timeout_s=9), ["processes.timeout_s=9", "at least 10"]),
+    (lambda: RopeConfig(theta=0.0), ["rope.theta=0.0", "> 0"]),
+    (lambda: RopeConfig(yarn_factor=0.5), ["rope.yarn_factor=0.5", ">= 1"]),
+    (lambda: GQAConfig(num_kv_heads=3), ["gqa.num_kv_heads=3", "gqa.num_heads=4"]),
+    (lambda: GQAConfig(rotary_dim=7), ["gqa.rotary_dim=7", "even", "gqa.head_dim=64"]),
+    (lambda: IndexerConfig(pool=3), ["indexer.pool=3", "indexer.topk=256"]),
+    (lambda: IndexerConfig(rotary_dim=34), ["indexer.rotary_dim=34", "indexer.head_dim=32"]),
+    (lambda: GDNConfig(num_key_heads=3), ["gdn.num_key_heads=3", "gdn.num_heads=4"]),
+    (lambda: KDAConfig(lower_bound=-6.0), ["kda.lower_bound=-6.0", "[-5, 0)"]),
+    (lambda: KDAConfig(num_key_heads=3), ["kda.num_key_heads=3", "kda.num_heads=4"]),
+    (lambda: RouterConfig(groups_kept=2), ["moe.router.groups_kept=2", "moe.router.num_groups=1"]),
+    (lambda: MoEConfig(experts_per_token=17), ["moe.experts_per_token=17", "moe.num_experts=16"]),
+    (lambda: MoEConfig(capacity_factor=-1.0), ["moe.capacity_factor=-1.0", "0 (dropless)"]),
+    (lambda: MoEConfig(router=RouterConfig(num_groups=3)), ["moe.router.num_groups=3", "moe.num_experts=16"]),
+    (lambda: MoEConfig(router=RouterConfig(num_groups=8)), ["moe.experts_per_token=4", "2 experts", "moe.router.groups_kept=1"]),
+    (lambda: MoEConfig(experts_per_token=1, router=RouterConfig(num_groups=16)), ["moe.router.num_groups=16", "fewer than two"]),
+    (lambda: ResidualConfig(block_size=0), ["residual.block_size=0", ">= 1"]),
+    (lambda: ResidualConfig(num_streams=0), ["residual.num_streams=0", ">= 1"]),
+    (lambda: ModelConfig(mixers=("gqa", "rwkv")), ["model.mixers", "rwkv", "gqa, mla, dsa, dsa_shared, gdn, kda"]),
+    (lambda: ModelConfig(feed_forwards=()), ["model.feed_forwards", "no entry", "dense, moe"]),
+    (lambda: ModelConfig(mixers=("gqa",) * 5), ["model.mixers", "5 layers", "model.num_layers=4"]),
+    (lambda: ModelConfig(num_dense_layers=5), ["model.num_dense_layers=5", "model.num_layers=4"]),
+    (lambda: ModelConfig(mixers=("dsa_shared", "dsa")), ["model.mixers", "dsa_shared", "before it"]),
+    (lambda: ModelConfig(mixers=("dsa",)), ["model.mla.q_lora_rank=0", "above 0"]),
+    (lambda: ModelConfig(mixers=("gqa",), gdn=GDNConfig(key_dim=8)), ["model.gdn", "no layer uses it", "model.mixers=('gqa',)"]),
+    (lambda: ModelConfig(feed_forwards=("dense",), moe=MoEConfig(hidden=8)), ["model.moe", "model.feed_forwards=('dense',)"]),
+    (lambda: GroupConfig(pattern="x", lr_scale=-1.0), ["optim.groups", "lr_scale=-1.0", ">= 0"]),
+    (lambda: OptimConfig(learning_rate=-1.0), ["optim.learning_rate=-1.0", ">= 0"]),
+    (lambda: OptimConfig(beta2=1.0), ["beta2=1.0", "[0, 1)"]),
+    (lambda: OptimConfig(clip_norm=-1.0), ["optim.clip_norm=-1.0", "0: no clipping"]),
+    (lambda: OptimConfig(decay_fraction=0.0), ["optim.decay_fraction=0.0", "(0, 1]"]),
+    (lambda: OptimConfig(final_fraction=2.0), ["optim.final_fraction=2.0", "[0, 1]"]),
+    (lambda: LossConfig(chunk_tokens=0), ["losses.chunk_tokens=0", "at least 1"]),
+    (lambda: TrainConfig(steps=0), ["train.steps=0", "at least 1"]),
+    (lambda: TrainConfig(accumulation=0), ["train.accumulation=0", "at least 1"]),
+    (lambda: TrainConfig(log_every=0), ["train.log_every=0", "at least 1"]),
+    (lambda: CheckpointConfig(every=-1), ["checkpoint.every=-1", ">= 0"]),
+    (lambda: CheckpointConfig(keep=0), ["checkpoint.keep=0", "at least 1"]),
+    (lambda: ObserveConfig(profile="13:10"), ["observe.profile='13:10'", "first:last", "10:13"]),
+    (lambda: ObserveConfig(profile="ten"), ["observe.profile='ten'", "first:last"]),
+]
+UNRESOLVED = [
+    (RunConfig(name="a", mesh=MeshConfig(data=-1)), 8, ["mesh.data and mesh.fsdp are -1", "at most one"]),
+    (RunConfig(name="a", mesh=MeshConfig(expert=3)), 8, ["expert=3", "multiple of 3 devices", "there are 8"]),
+    (RunConfig(name="a", mesh=MeshConfig(fsdp=2, expert=2)), 8,
+     ["fsdp=2 x expert=2", "needs 4 devices", "there are 8", "mesh.simulate_devices"]),
+    (RunConfig(name="a", train=TrainConfig(accumulation=3)), 8, ["train.accumulation=3", "data.batch_size=16"]),
+    (RunConfig(name="a", data=DataConfig(batch_size=12)), 8, ["data.batch_size=12", "8 token shards", "a multiple of 8 fits"]),
+    (RunConfig(name="a", mesh=MeshConfig(expert=3), data=DataConfig(batch_size=6)), 6,
+     ["mesh.expert=3", "model.moe.num_experts=16", "[1, 2, 4, 8, 16] would fit"]),
+    (RunConfig(name="a", mesh=MeshConfig(expert=2), model=ModelConfig(feed_forwards=("dense",))), 8,
+     ["mesh.expert=2", "no moe layer", "mesh.fsdp"]),
+    (RunConfig(name="a", losses=LossConfig(balance="switch"), model=ModelConfig(feed_forwards=("dense",))), 8,
+     ["losses.balance='switch'", "no moe layer"]),
+    (RunConfig(name="a", losses=LossConfig(bias_update="sign")), 8, ["losses.bias_update='sign'", "model.moe.router.correction_bias=True"]),
+    (RunConfig(name="a", losses=LossConfig(index="sparse")), 8, ["losses.index='sparse'", "no dsa layer"]),
+    (RunConfig(name="a", model=ModelConfig(vocab_size=255)), 8, ["model.vocab_size=255", "at least 256"]),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), WRONG, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_a_wrong_config_names_the_field_the_value_and_what_would_fit(make, words):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(("config", "num_devices", "words"), UNRESOLVED, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_parts_that_do_not_fit_together_are_named(config, num_devices, words):
+    with pytest.raises(ConfigError) as error:
+        resolve(config, num_devices)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in BUILT])
+def test_an_axis_that_is_not_built_is_refused_above_one(axis):
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2: this axis is not built yet, only 1 fits\. Built are data, fsdp, expert"):
+        MeshConfig(**{axis: 2})
+
+
+def test_no_size_is_open_in_a_plan():
+    plan = resolve(RunConfig(name="a", mesh=MeshConfig(expert=4), data=DataConfig(batch_size=16), train=TrainConfig(accumulation=2)), 8)
+    assert plan.config.mesh.sizes() == {"pipe": 1, "data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
+    assert plan.rows_per_device == 1
+
+
+def test_what_is_right_is_accepted():
+    model = dataclasses.replace(DSA, moe=MoEConfig(router=BIASED))
+    config = RunConfig(name="a", model=model, losses=LossConfig(index="sparse", bias_update="quantile", balance="global"))
+    assert resolve(config, 1).config.mesh.fsdp == 1
+    assert ObserveConfig(profile="10:13").profile_steps() == (10, 13)
+    assert ObserveConfig().profile_steps() is None
+
+
+@pytest.mark.parametrize(("head", "unit", "repeats", "tail"), list(itertools.product((0, 1, 2), (1, 4), (2, 3), (0, 1))))
+def test_a_layer_plan_names_every_layer_once_and_in_order(head, unit, repeats, tail):
+    first, last = LayerKind(mixer="gqa", feed_forward="dense"), LayerKind(mixer="mla", feed_forward="moe")
+    body = tuple(LayerKind(mixer="dsa" if place == unit - 1 else "kda", feed_forward="moe") for place in range(unit))
+    kinds = (first,) * head + body * repeats + (last,) * tail
+    plan = plan_layers(kinds)
+    sections = {"head": plan.head, "unit": plan.unit, "tail": plan.tail}
+    places = [plan.place(layer) for layer in range(len(kinds))]
+    assert [sections[section][place] for section, place, _ in places] == list(kinds)
+    assert len(set(places)) == len(kinds)
+    assert len(plan.head) + len(plan.unit) + len(plan.tail) <= head + unit + tail
+
+
+def test_a_block_of_attention_residuals_is_never_cut():
+    plan = layer_plan(ModelConfig(num_layers=10, residual=ResidualConfig(kind="block_attnres", block_size=2)))
+    assert len(plan.head) % 2 == 0 and len(plan.unit) % 2 == 0 and plan.num_units == 5
