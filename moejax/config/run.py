@@ -81,6 +81,10 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     require(losses.balance == "none" or has_moe, f"losses.balance={losses.balance!r}, but the model has no moe layer.")
     require(losses.bias_update == "none" or (has_moe and moe.router.correction_bias),
             f"losses.bias_update={losses.bias_update!r} needs model.moe.router.correction_bias=True and a moe layer.")
+    require(losses.bias_update != "quantile" or moe.router.num_groups == 1,
+            f"losses.bias_update='quantile' is exact for one group of experts only, model.moe.router.num_groups={moe.router.num_groups}; use 'sign'.")
+    require(losses.index == "none" or config.model.indexer.pool == 1,
+            f"losses.index={losses.index!r} is not built for pooled index keys (model.indexer.pool={config.model.indexer.pool}); 1 fits.")
     require(losses.index == "none" or any(kind.mixer == "dsa" for kind in kinds),
             f"losses.index={losses.index!r}, but the model has no dsa layer.")
     require(config.data.tokenizer != "bytes" or config.model.vocab_size >= 256,

@@ -1,14 +1,20 @@
 """Where each device works on its own rows."""
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from moejax.parallel.axes import ROWS
 
 
-def per_rows(function, *arrays):
-    """Runs `function` on each device's rows: every array argument and result has rows as its first dim.
+def per_rows(function, *arrays, whole=()):
+    """Runs `function(*arrays, *whole)` on each device's rows; results have rows as their first dim.
 
-    Ops along the sequence need nothing from other rows; inside this island no partitioner can decide otherwise, and a GPU
-    kernel, which XLA cannot split, sees only local rows. None and trees of arrays are allowed.
+    Ops along the sequence need nothing from other rows: inside this island no partitioner can decide otherwise, and a GPU
+    kernel, which XLA cannot split, sees only local rows.
+
+    Args:
+      arrays: arrays or trees of arrays whose first dim is rows.
+      whole: arrays that every device sees as a whole (small weights); their gradients are summed over devices.
     """
-    return jax.shard_map(function, in_specs=ROWS, out_specs=ROWS, check_vma=False)(*arrays)
+    specs = (ROWS,) * len(arrays) + (P(),) * len(whole)
+    return jax.shard_map(function, in_specs=specs, out_specs=ROWS, check_vma=False)(*arrays, *whole)

@@ -1,0 +1,36 @@
+"""What every layer of one forward pass shares."""
+
+import dataclasses
+from typing import Any, Literal
+
+from moejax_kernels.segments import Segments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What a forward pass computes besides activations; static."""
+
+    remat: bool = False
+    """Recompute each layer's inside in the backward pass."""
+    index: Literal["none", "dense", "sparse"] = "none"
+    """Indexer loss; `dense` also makes sparse attention dense."""
+    balance: Literal["none", "switch", "sequence", "global"] = "none"
+    """Balance loss whose sums are wanted."""
+    router_z: bool = False
+    """Sum of squared logsumexp of the router logits."""
+    histogram: bool = False
+    """Margins for Quantile Balancing."""
+    debug: bool = False
+    """Whether each sublayer's output is finite."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """Built once per forward pass, constant through the scan over layers."""
+
+    segments: Segments
+    positions_BL: Any
+    switches: Switches
+    global_load_E: Any = None
+    """For the global balance loss under accumulation: routed rows per expert over the whole global batch, of the layer at hand (whole
+    forward pass: a tree by section and place). None: this batch is the whole one."""

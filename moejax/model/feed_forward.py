@@ -1,0 +1,129 @@
+"""Feed-forward layers: dense, and mixture of experts with shared experts and an optional latent (Kimi K3, Stable LatentMoE)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from moejax_kernels import gated_activation, grouped_matmul
+
+from moejax.config.model import ActivationConfig, ModelConfig
+from moejax.model.context import Context
+from moejax.model.norms import RMSNorm
+from moejax.model.weights import Maker
+from moejax.moe.expert_parallel import KEPT, expert_parallel
+from moejax.moe.router import route
+from moejax.moe.statistics import routing_statistics
+from moejax.parallel.axes import spec
+from moejax.parallel.islands import per_rows
+from moejax.parallel.projection import float_inside, project
+
+EXPERT_AXES = {"gate_EDF": ("expert", "embed", "mlp"), "up_EDF": ("expert", "embed", "mlp"), "down_EFD": ("expert", "mlp", "embed")}
+
+
+def activate(gate, up, config: ActivationConfig):
+    """The model's gated activation."""
+    return gated_activation(gate, up, kind=config.kind, limit=config.limit, beta=config.beta, linear_beta=config.linear_beta or None)
+
+
+class Dense(nnx.Module):
+    """One gated MLP; also the shared expert."""
+
+    def __init__(self, config: ModelConfig, hidden: int, *, rngs: nnx.Rngs):
+        self.activation = config.activation
+        make, width = Maker(config, rngs), config.width
+        self.gate_DF = make.linear(("embed", "mlp"), width, hidden, fan_in=width)
+        self.up_DF = make.linear(("embed", "mlp"), width, hidden, fan_in=width)
+        self.down_FD = make.linear(("mlp", "embed"), hidden, width, fan_in=hidden)
+
+    def __call__(self, x_BLD, context: Context | None = None):
+        gate_BLF = project("bld,df->blf", x_BLD, self.gate_DF[...])
+        up_BLF = project("bld,df->blf", x_BLD, self.up_DF[...])
+        return project("blf,fd->bld", activate(gate_BLF, up_BLF, self.activation), self.down_FD[...]), {}
+
+
+class Experts(nnx.Module):
+    """Gated MLPs of the routed experts."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        moe = config.moe
+        make, width = Maker(config, rngs), moe.latent_width or config.width
+        self.gate_EDF = make.linear(EXPERT_AXES["gate_EDF"], moe.num_experts, width, moe.hidden, fan_in=width)
+        self.up_EDF = make.linear(EXPERT_AXES["up_EDF"], moe.num_experts, width, moe.hidden, fan_in=width)
+        self.down_EFD = make.linear(EXPERT_AXES["down_EFD"], moe.num_experts, moe.hidden, width, fan_in=moe.hidden)
+
+    def with_specs(self) -> dict:
+        """Weights and where their dims lie."""
+        return {name: (getattr(self, name)[...], spec(axes)) for name, axes in EXPERT_AXES.items()}
+
+
+def apply_experts(weights: dict, x_WD, sizes_e, activation: ActivationConfig):
+    """Rows grouped by expert through their experts."""
+    matmul = lambda x, name: grouped_matmul(x, weights[name].astype(x.dtype), sizes_e)
+    h_WF = activate(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), activation)
+    return matmul(h_WF, "down_EFD")
+
+
+class Router(nnx.Module):
+    """Weights of the choice of experts."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        make = Maker(config, rngs)
+        self.weight_DE = make.linear(("embed", None), config.width, config.moe.num_experts, fan_in=config.width)
+        if config.moe.router.correction_bias:
+            self.bias_E = make.constant(0.0, (None,), config.moe.num_experts)
+
+    def __call__(self, x_BLD):
+        """Logits in float32, and the correction bias or None."""
+        bias_E = self.bias_E[...] if hasattr(self, "bias_E") else None
+        return project("bld,de->ble", float_inside(x_BLD), self.weight_DE[...]), bias_E
+
+
+class MixtureOfExperts(nnx.Module):
+    """Routed experts, beside an optional shared expert."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config, self.activation = config.moe, config.activation
+        make, width, moe = Maker(config, rngs), config.width, config.moe
+        self.router = Router(config, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs)
+        if moe.shared_hidden:
+            self.shared = Dense(config, moe.shared_hidden, rngs=rngs)
+            if moe.shared_gate:
+                self.shared_gate_D1 = make.linear(("embed", None), width, 1, fan_in=width)
+        if moe.latent_width:
+            self.latent_down_DZ = make.linear(("embed", None), width, moe.latent_width, fan_in=width)
+            self.latent_up_ZD = make.linear((None, "embed"), moe.latent_width, width, fan_in=moe.latent_width)
+            if moe.latent_norm:
+                self.latent_norm = RMSNorm(config, moe.latent_width, rngs=rngs, plain=True)
+
+    def __call__(self, x_BLD, context: Context):
+        moe, segments = self.config, context.segments
+        logits_BLE, bias_E = self.router(x_BLD)
+        choose = lambda logits, ids, *bias: route(logits, bias[0] if bias else None, ids >= 0, experts_per_token=moe.experts_per_token, config=moe.router)
+        routing = per_rows(choose, logits_BLE, segments.ids_BL, whole=() if bias_E is None else (bias_E,))
+        routing = dataclasses.replace(routing, ids_BLK=checkpoint_name(routing.ids_BLK, KEPT))
+        z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
+        run = lambda weights, x_WD, sizes_e: apply_experts(weights, x_WD, sizes_e, self.activation)
+        y_BLZ, load_E, dropped = expert_parallel(
+            z_BLZ, routing.ids_BLK, routing.probs_BLK, self.experts.with_specs(), apply_experts=run,
+            num_experts=moe.num_experts, capacity_factor=moe.capacity_factor)
+        if moe.latent_width:
+            y_BLZ = self.latent_norm(y_BLZ) if moe.latent_norm else y_BLZ
+            y_BLZ = project("blz,zd->bld", y_BLZ, self.latent_up_ZD[...])
+        switches = context.switches
+        whole_load_E = load_E if context.global_load_E is None else context.global_load_E
+        statistics = routing_statistics(routing, bias_E, segments, kind=switches.balance, z=switches.router_z,
+                                        histogram=switches.histogram, global_load_E=whole_load_E)
+        aux = {"load_E": load_E, "dropped": dropped} | statistics
+        return y_BLZ + self._shared(x_BLD), aux
+
+    def _shared(self, x_BLD):
+        if not self.config.shared_hidden:
+            return jnp.zeros_like(x_BLD)
+        y_BLD, _ = self.shared(x_BLD)
+        if self.config.shared_gate:
+            gate_BL1 = jax.nn.sigmoid(float_inside(project("bld,do->blo", x_BLD, self.shared_gate_D1[...])))
+            y_BLD = (float_inside(y_BLD) * gate_BL1).astype(y_BLD.dtype)
+        return y_BLD

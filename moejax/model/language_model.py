@@ -1,0 +1,86 @@
+"""The model as a graph and a tree of arrays: shapes, shardings, initial weights, and the forward pass on a plain tree."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from moejax.config.model import ModelConfig
+from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
+from moejax.model.context import Context, Switches
+from moejax.model.transformer import Transformer
+from moejax.parallel.axes import sharding
+from moejax.parallel.islands import per_rows
+
+
+class Output(NamedTuple):
+    """What the layers made of a batch."""
+
+    hidden_BLD: Any
+    unembed_DV: Any
+    """Output projection in the master dtype; logits are hidden times this."""
+    aux: dict
+    """Reports of the layers, a tree by section and place; `unit` entries are stacked along the depth."""
+
+
+@functools.cache
+def _abstract(config: ModelConfig):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # flax would check logical axes against a mesh that is set
+        return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+
+def shapes(config: ModelConfig) -> dict:
+    """Tree of ShapeDtypeStruct, keyed as the weights are."""
+    return nnx.to_pure_dict(_abstract(config)[1])
+
+
+def shardings(config: ModelConfig, mesh: Mesh) -> dict:
+    """Tree of NamedSharding. A dim that its mesh axes do not divide is refused when the run is resolved or placed."""
+    def of(param: nnx.Variable) -> NamedSharding:
+        return sharding(mesh, param.get_metadata()["out_sharding"])
+    axes = jax.tree.map(of, _abstract(config)[1], is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return nnx.to_pure_dict(axes)
+
+
+def init(config: ModelConfig, mesh: Mesh, seed: int) -> dict:
+    """Initial weights, made where they lie; the same on every mesh."""
+    make = lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key))))
+    return jax.jit(make, out_shardings=shardings(config, mesh))(jax.random.key(seed))
+
+
+def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, global_load: dict | None = None) -> Output:
+    """Hidden states of a batch. Call inside jit, with the mesh set by jax.set_mesh.
+
+    Args:
+      params: tree of weights as `shapes` describes.
+      batch: has tokens_BL, positions_BL and segments.
+      switches: what else to compute.
+      global_load: rows per expert of the whole global batch per layer, keyed like the aux tree (global balance loss alone).
+    """
+    graph, abstract = _abstract(config)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    model = nnx.merge(graph, state)
+    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, global_load_E=global_load)
+    hidden_BLD, aux = model(batch.tokens_BL, context)
+    return Output(hidden_BLD, model.unembed_DV(), aux)
+
+
+def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_tokens: int = 1024) -> CrossEntropy:
+    """Sums of the next-token loss over a batch. Each device sums its own rows with the whole output projection, gathered once."""
+    def local(hidden_BLD, targets_BL, weights_BL, unembed_DV):
+        sums = cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef=z_coef, chunk_tokens=chunk_tokens)
+        return jax.tree.map(lambda total: total[None], sums)
+    parts = per_rows(local, output.hidden_BLD, batch.targets_BL, batch.weights_BL, whole=(output.unembed_DV,))
+    return jax.tree.map(jnp.sum, parts)
+
+
+def logits(config: ModelConfig, params: dict, batch):
+    """Logits [B, L, V] in float32 (float64 for a float64 model)."""
+    output = forward(config, params, batch)
+    wide = jnp.promote_types(output.hidden_BLD.dtype, jnp.float32)
+    weight_DV = output.unembed_DV.astype(output.hidden_BLD.dtype)
+    return jnp.einsum("bld,dv->blv", output.hidden_BLD, weight_DV, preferred_element_type=wide)

@@ -1,0 +1,127 @@
+"""Linear attention mixers: KDA (Kimi Linear, arXiv 2510.26692) and Gated DeltaNet (arXiv 2412.06464)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from moejax_kernels import causal_conv, gated_delta, kda
+
+from moejax.config.model import ModelConfig
+from moejax.model.context import Context
+from moejax.model.norms import l2_norm, rms_norm
+from moejax.model.weights import Maker
+from moejax.parallel.islands import per_rows
+from moejax.parallel.projection import float_inside, project
+
+CONV_TAPS = 4
+
+
+def decay_bias(make: Maker, axes, *shape):
+    """dt_bias so that softplus(dt_bias) is log-uniform between 1e-3 and 1e-1 (fla's initialisation, clamped at 1e-4)."""
+    def inverse_softplus(log_dt):
+        dt = jnp.maximum(jnp.exp(log_dt), 1e-4)
+        return dt + jnp.log(-jnp.expm1(-dt))
+    return make.uniform(inverse_softplus, jnp.log(1e-3), jnp.log(1e-1), axes, *shape)
+
+
+def short_conv(x_BLX, weight_X4, context: Context):
+    """Causal depthwise convolution and SiLU, inside documents."""
+    run = lambda x, segments, weight: causal_conv(x, weight, segments=segments)[0]
+    return per_rows(run, x_BLX, context.segments, whole=(weight_X4,))
+
+
+class KimiDeltaAttention(nnx.Module):
+    """KDA: delta rule with a decay per key channel."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = kda_config = config.kda
+        self.eps = config.norm_eps
+        make, width, heads = Maker(config, rngs), config.width, kda_config.num_heads
+        channels, values, groups = kda_config.key_dim, kda_config.value_dim, kda_config.num_key_heads or heads
+        self.q_DGC = make.linear(("embed", "heads", None), width, groups, channels, fan_in=width)
+        self.k_DGC = make.linear(("embed", "heads", None), width, groups, channels, fan_in=width)
+        self.v_DHM = make.linear(("embed", "heads", None), width, heads, values, fan_in=width)
+        for name, size in (("q", groups * channels), ("k", groups * channels), ("v", heads * values)):
+            setattr(self, f"{name}_conv_X4", make.linear(("heads", None), size, CONV_TAPS, fan_in=CONV_TAPS))
+        self.decay_down_DR = make.linear(("embed", None), width, channels, fan_in=width)
+        self.decay_up_RHC = make.linear((None, "heads", None), channels, heads, channels, fan_in=channels)
+        bounded = kda_config.decay == "bounded"
+        self.A_log_H = make.constant(0.0, ("heads",), heads) if bounded else make.uniform(jnp.log, 1.0, 16.0, ("heads",), heads)
+        self.dt_bias_HC = decay_bias(make, ("heads", None), heads, channels)
+        self.beta_DH = make.linear(("embed", "heads"), width, heads, fan_in=width)
+        if kda_config.full_rank_gate:
+            self.gate_DHM = make.linear(("embed", "heads", None), width, heads, values, fan_in=width)
+        else:
+            self.gate_down_DR = make.linear(("embed", None), width, values, fan_in=width)
+            self.gate_up_RHM = make.linear((None, "heads", None), values, heads, values, fan_in=values)
+        self.out_norm_scale_M = make.constant(1.0, (None,), values)
+        self.out_HMD = make.linear(("heads", None, "embed"), heads, values, width, fan_in=heads * values)
+
+    def __call__(self, x_BLD, context: Context, ids_BLK):
+        q_BLGC, k_BLGC, v_BLHM = self._convolved(x_BLD, context)
+        beta_BLH = jax.nn.sigmoid(float_inside(project("bld,dh->blh", x_BLD, self.beta_DH[...])))
+        bound = self.config.lower_bound if self.config.decay == "bounded" else None
+        run = lambda q, k, v, g, beta, segments: kda(q, k, v, g, beta, segments=segments, min_log_decay=bound)[0]
+        o_BLHM = per_rows(run, l2_norm(q_BLGC), l2_norm(k_BLGC), v_BLHM, self._log_decay(x_BLD), beta_BLH, context.segments)
+        if self.config.full_rank_gate:
+            gate_BLHM = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...])
+        else:
+            gate_BLHM = project("blr,rhm->blhm", project("bld,dr->blr", x_BLD, self.gate_down_DR[...]), self.gate_up_RHM[...])
+        normed_BLHM = rms_norm(float_inside(o_BLHM), self.out_norm_scale_M[...], eps=self.eps)
+        o_BLHM = (normed_BLHM * jax.nn.sigmoid(float_inside(gate_BLHM))).astype(x_BLD.dtype)
+        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
+
+    def _convolved(self, x_BLD, context):
+        parts = [project("bld,dgc->blgc", x_BLD, weight[...]) for weight in (self.q_DGC, self.k_DGC, self.v_DHM)]
+        flat_BLX = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], -1)
+        weight_X4 = jnp.concatenate([self.q_conv_X4[...], self.k_conv_X4[...], self.v_conv_X4[...]])
+        flat_BLX = short_conv(flat_BLX, weight_X4, context)
+        sizes = [part.shape[2] * part.shape[3] for part in parts]
+        pieces = jnp.split(flat_BLX, [sizes[0], sizes[0] + sizes[1]], -1)
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    def _log_decay(self, x_BLD):
+        low_BLR = project("bld,dr->blr", x_BLD, self.decay_down_DR[...])
+        raw_BLHC = float_inside(project("blr,rhc->blhc", low_BLR, self.decay_up_RHC[...]))
+        raw_BLHC = raw_BLHC + self.dt_bias_HC[...].astype(raw_BLHC.dtype)
+        rate_H1 = jnp.exp(self.A_log_H[...].astype(raw_BLHC.dtype))[:, None]
+        if self.config.decay == "bounded":
+            return self.config.lower_bound * jax.nn.sigmoid(rate_H1 * raw_BLHC)
+        return -rate_H1 * jax.nn.softplus(raw_BLHC)
+
+
+class GatedDeltaNet(nnx.Module):
+    """GDN: delta rule with one decay per head. Projections keep the checkpoints' order: per key head [q | k | v | z] and [b | a]."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = gdn = config.gdn
+        self.eps = config.norm_eps
+        make, width, groups, heads = Maker(config, rngs), config.width, gdn.num_key_heads, gdn.num_heads
+        self.ratio = heads // groups
+        group_width = 2 * gdn.key_dim + 2 * self.ratio * gdn.value_dim
+        self.qkvz_DGX = make.linear(("embed", "heads", None), width, groups, group_width, fan_in=width)
+        self.ba_DGX = make.linear(("embed", "heads", None), width, groups, 2 * self.ratio, fan_in=width)
+        self.conv_X4 = make.linear(("heads", None), 2 * groups * gdn.key_dim + heads * gdn.value_dim, CONV_TAPS, fan_in=CONV_TAPS)
+        self.A_log_H = make.uniform(jnp.log, 0.01, 16.0, ("heads",), heads)
+        self.dt_bias_H = make.constant(1.0, ("heads",), heads)
+        self.out_norm_scale_M = make.constant(1.0, (None,), gdn.value_dim)
+        self.out_HMD = make.linear(("heads", None, "embed"), heads, gdn.value_dim, width, fan_in=heads * gdn.value_dim)
+
+    def __call__(self, x_BLD, context: Context, ids_BLK):
+        gdn, (rows, length, _) = self.config, x_BLD.shape
+        key, value, groups = gdn.key_dim, self.ratio * gdn.value_dim, gdn.num_key_heads
+        qkvz_BLGX = project("bld,dgx->blgx", x_BLD, self.qkvz_DGX[...])
+        q, k, v, z = jnp.split(qkvz_BLGX, [key, 2 * key, 2 * key + value], -1)
+        b, a = (part.reshape(rows, length, -1) for part in jnp.split(project("bld,dgx->blgx", x_BLD, self.ba_DGX[...]), 2, -1))
+        flat_BLX = jnp.concatenate([part.reshape(rows, length, -1) for part in (q, k, v)], -1)
+        flat_BLX = short_conv(flat_BLX, self.conv_X4[...], context)
+        q, k, v = jnp.split(flat_BLX, [groups * key, 2 * groups * key], -1)
+        heads = lambda part, channels: part.reshape(rows, length, -1, channels)
+        beta_BLH = jax.nn.sigmoid(float_inside(b))
+        wide_BLH = float_inside(a)
+        rate_H = jnp.exp(self.A_log_H[...].astype(wide_BLH.dtype))
+        g_BLH = -rate_H * jax.nn.softplus(wide_BLH + self.dt_bias_H[...].astype(wide_BLH.dtype))
+        run = lambda q, k, v, g, beta, segments: gated_delta(q, k, v, g, beta, segments=segments)[0]
+        o_BLHM = per_rows(run, l2_norm(heads(q, key)), l2_norm(heads(k, key)), heads(v, gdn.value_dim), g_BLH, beta_BLH, context.segments)
+        normed_BLHM = rms_norm(float_inside(o_BLHM), self.out_norm_scale_M[...], eps=self.eps)
+        o_BLHM = (normed_BLHM * jax.nn.silu(float_inside(heads(z, gdn.value_dim)))).astype(x_BLD.dtype)
+        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}

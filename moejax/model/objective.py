@@ -1,0 +1,99 @@
+"""What is minimised: sums over one microbatch, divided by totals of the whole global batch, so that neither the mesh nor the
+number of microbatches can change loss or gradients."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.config.model import ModelConfig
+from moejax.config.training import LossConfig
+from moejax.model import language_model
+from moejax.model.context import Switches
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What sums over the global batch are divided by, float32."""
+
+    targets: Any
+    """Weights of all targets."""
+    tokens: Any
+    """Tokens that are not padding."""
+    rows: Any
+    """Rows with at least one token."""
+    documents: Any
+    """Documents (segments)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Sums over the part of the batch that was seen; parts add up."""
+
+    nll: Any
+    """Negative log-likelihoods, in nats."""
+    z: Any
+    """Squared logsumexp of the logits."""
+    balance: Any
+    """Balance losses, each already divided by its total, summed over layers."""
+    router_z: Any
+    """Squared logsumexp of the router's logits, summed over layers."""
+    index_kl: Any
+    """KL divergences of the indexers, in nats, summed over layers."""
+    layers: dict
+    """Loads, dropped rows, margins and finiteness per layer, a tree by section and place."""
+
+
+def totals(batch) -> Totals:
+    """Totals of a batch whose arrays have any leading dims."""
+    ids = batch.segments.ids_BL
+    first = (batch.segments.starts_BL == jnp.arange(ids.shape[-1])) & (ids >= 0)
+    count = lambda flags: jnp.sum(flags).astype(jnp.float32)
+    return Totals(jnp.sum(batch.weights_BL), count(ids >= 0), count((ids >= 0).any(-1)), count(first))
+
+
+def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
+    """What a forward pass must compute for these losses."""
+    return Switches(remat=remat, index=losses.index, balance=losses.balance, router_z=losses.router_z_coef > 0,
+                    histogram=losses.bias_update == "quantile", debug=debug)
+
+
+def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, global_load=None):
+    """Loss of one microbatch, so that the losses of all microbatches add up to the global batch's.
+
+    Args:
+      batch: the microbatch.
+      whole: totals of the global batch.
+      global_load: see language_model.forward.
+
+    Returns:
+      the differentiable loss, and a Report.
+    """
+    output = language_model.forward(config, params, batch, switches, global_load=global_load)
+    ce = language_model.cross_entropy_sums(output, batch, z_coef=losses.z_coef, chunk_tokens=losses.chunk_tokens)
+    balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
+    balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)
+    router_z, index_kl = _layer_sum(output.aux, "router_z"), _layer_sum(output.aux, "index_kl")
+    tokens = _at_least_one(whole.tokens)
+    loss = ce.loss_sum / _at_least_one(whole.targets) + losses.balance_coef * balance
+    loss = loss + losses.router_z_coef * router_z / tokens + losses.index_coef * index_kl / tokens
+    kept = ("load_E", "dropped", "margins_EN", "finite_2")
+    layers = jax.tree.map(lambda report: {name: report[name] for name in kept if name in report}, output.aux, is_leaf=_is_report)
+    return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers)
+
+
+def _at_least_one(total):
+    return jnp.where(total > 0, total, 1)  # nothing to average: the sum is 0 too
+
+
+def _is_report(node) -> bool:
+    """Whether a node of the aux tree belongs to one layer; sections and places map to dicts, reports to arrays."""
+    return isinstance(node, dict) and not any(isinstance(value, dict) for value in node.values()) and bool(node)
+
+
+def _layer_sum(aux: dict, name: str):
+    found = [jnp.sum(report[name]) for report in jax.tree.leaves(aux, is_leaf=_is_report) if name in report]
+    return sum(found, jnp.zeros(()))

@@ -1,0 +1,147 @@
+"""The language model: embedding, layers, final norm. Layers of a repeating pattern are stacked and scanned."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config.model import LayerKind, ModelConfig
+from moejax.config.run import layer_plan
+from moejax.model import residual
+from moejax.model.attention import GroupedQueryAttention, LatentAttention
+from moejax.model.context import Context
+from moejax.model.feed_forward import Dense, MixtureOfExperts
+from moejax.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
+from moejax.model.norms import RMSNorm
+from moejax.model.sparse import SparseAttention
+from moejax.model.weights import Maker
+from moejax.moe.expert_parallel import KEPT
+from moejax.parallel.axes import constrain_rows
+
+MIXER_CLASSES = {
+    "gqa": GroupedQueryAttention, "mla": LatentAttention, "kda": KimiDeltaAttention, "gdn": GatedDeltaNet,
+    "dsa": functools.partial(SparseAttention, shared=False), "dsa_shared": functools.partial(SparseAttention, shared=True),
+}
+
+
+class Layer(nnx.Module):
+    """A mixer and a feed-forward, each behind a norm and inside a residual."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs):
+        self.block_size = config.residual.block_size if config.residual.kind == "block_attnres" else 0
+        self.mixer_residual = residual.make_residual(config, rngs=rngs)
+        self.mixer_norm = RMSNorm(config, config.width, rngs=rngs)
+        self.mixer = MIXER_CLASSES[kind.mixer](config, rngs=rngs)
+        self.feed_forward_residual = residual.make_residual(config, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(config, config.width, rngs=rngs)
+        self.feed_forward = MixtureOfExperts(config, rngs=rngs) if kind.feed_forward == "moe" else Dense(config, config.dense_hidden, rngs=rngs)
+
+    def __call__(self, carry, context: Context, *, place: int, num_blocks):
+        """One layer.
+
+        Args:
+          carry: what flows between layers: the residual state and the last chosen keys `ids`.
+          place: the layer's number, or any number congruent to it modulo the residual block.
+          num_blocks: residual blocks put away so far (may be traced).
+        """
+        ids, state, aux = carry["ids"], {name: carry[name] for name in carry if name != "ids"}, {}
+        opens_block = bool(self.block_size) and place % self.block_size == 0
+        x_BLD, kept = self.mixer_residual.enter(state, num_blocks)
+        y_BLD, ids, mixer_aux = self.mixer(self.mixer_norm(x_BLD), context, ids)
+        state = self.mixer_residual.leave(state, y_BLD, kept, opens_block=opens_block)
+        x_BLD, kept = self.feed_forward_residual.enter(state, num_blocks + 1 if opens_block else num_blocks)
+        z_BLD, moe_aux = self.feed_forward(self.feed_forward_norm(x_BLD), context)
+        state = self.feed_forward_residual.leave(state, z_BLD, kept, opens_block=False)
+        if context.switches.debug:
+            aux["finite_2"] = jnp.stack([jnp.isfinite(y_BLD).all(), jnp.isfinite(z_BLD).all()])
+        keep_ids = ids if carry["ids"].shape[-1] else carry["ids"]
+        return state | {"x": constrain_rows(state["x"]), "ids": keep_ids}, aux | mixer_aux | moe_aux
+
+
+class Transformer(nnx.Module):
+    """Weights of the whole model. Sections: `head` and `tail` hold single layers, `unit` holds stacks along the depth."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config, self.plan = config, layer_plan(config)
+        make = Maker(config, rngs)
+        section = lambda kinds, rngs: nnx.Dict({str(i): Layer(config, kind, rngs=rngs) for i, kind in enumerate(kinds)})
+        self.embed = nnx.Dict({"weight_VD": make.normal(("vocab", "embed"), config.vocab_size, config.width, std=config.init_std)})
+        self.head = section(self.plan.head, rngs)
+        self.unit, self.tail = nnx.Dict({}), section(self.plan.tail, rngs)
+        if self.plan.num_units:
+            stack = nnx.vmap(functools.partial(section, self.plan.unit), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+            self.unit = stack(rngs.split(self.plan.num_units))
+        if self.config.residual.kind == "block_attnres":
+            self.final_residual = residual.BlockMix(config, rngs=rngs)
+        self.final_norm = RMSNorm(config, config.width, rngs=rngs)
+        if not config.tie_embeddings:
+            self.unembed = nnx.Dict({"weight_DV": make.linear(("embed", "vocab"), config.width, config.vocab_size, fan_in=config.width)})
+
+    def unembed_DV(self):
+        """Weight of the output projection."""
+        return self.embed["weight_VD"][...].T if self.config.tie_embeddings else self.unembed["weight_DV"][...]
+
+    def __call__(self, tokens_BL, context: Context) -> tuple[Any, dict]:
+        """Hidden states before the output projection [B, L, D], and what the layers report: a tree by section and place."""
+        config, plan = self.config, self.plan
+        dtype = jnp.dtype(config.precision.compute)
+        x_BLD = constrain_rows(jnp.take(self.embed["weight_VD"][...], tokens_BL, axis=0).astype(dtype))
+        carry = residual.start(config, x_BLD, self.num_blocks(config.num_layers)) | {"ids": self._no_keys(tokens_BL)}
+        aux: dict = {"head": {}, "unit": {}, "tail": {}}
+        for place, layer in self.head.items():
+            carry, aux["head"][place] = self._run(layer, carry, _of(context, "head", place), int(place), self.num_blocks(int(place)))
+        if plan.num_units:
+            carry, aux["unit"] = self._scan(carry, context)
+        first = config.num_layers - len(plan.tail)
+        for place, layer in self.tail.items():
+            number = first + int(place)
+            carry, aux["tail"][place] = self._run(layer, carry, _of(context, "tail", place), number, self.num_blocks(number))
+        return self.final_norm(self._collapse(carry)), aux
+
+    def num_blocks(self, layer):
+        """Residual blocks put away before a layer."""
+        return -(-layer // self.config.residual.block_size)
+
+    def _scan(self, carry, context):
+        graph, stacked = nnx.split(self.unit)
+        offset, size = len(self.plan.head), len(self.plan.unit)
+
+        def unit(carry, step):
+            index, weights, load = step
+            layers, aux = nnx.merge(graph, weights), {}
+            for place, layer in layers.items():
+                number = offset + int(place)
+                of_layer = dataclasses.replace(context, global_load_E=load.get(place))
+                carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
+            return carry, aux
+
+        return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, (context.global_load_E or {}).get("unit", {})))
+
+    def _run(self, layer, carry, context: Context, place: int, num_blocks):
+        if not context.switches.remat:
+            return layer(carry, context, place=place, num_blocks=num_blocks)
+        graph, weights = nnx.split(layer)
+        inside = lambda weights, carry, num_blocks: nnx.merge(graph, weights)(carry, context, place=place, num_blocks=num_blocks)
+        return jax.checkpoint(inside, policy=jax.checkpoint_policies.save_only_these_names(KEPT))(weights, carry, num_blocks)
+
+    def _no_keys(self, tokens_BL):
+        """Chosen keys before the first sparse layer: none. A place is kept only if layers share a choice."""
+        index = self.config.indexer
+        width = index.topk + index.pool - 1 if "dsa_shared" in self.config.mixers else 0
+        return jnp.full((*tokens_BL.shape, width), -1, jnp.int32)
+
+    def _collapse(self, carry):
+        kind = self.config.residual.kind
+        if kind == "mhc":
+            return jnp.mean(carry["x"], 2)
+        if kind == "block_attnres":
+            return self.final_residual.mix(carry, carry["blocks"].shape[0])
+        return carry["x"]
+
+
+def _of(context: Context, section: str, place: str) -> Context:
+    """The context of one unrolled layer."""
+    return dataclasses.replace(context, global_load_E=(context.global_load_E or {}).get(section, {}).get(place))

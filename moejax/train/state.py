@@ -1,0 +1,53 @@
+"""What a run carries from step to step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.config.model import ModelConfig
+from moejax.model import language_model
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Weights, moments and counters."""
+
+    params: dict
+    opt_state: Any
+    step: Any
+    """int32, global batches seen."""
+    skipped: Any
+    """int32, steps skipped for a non-finite loss or gradient."""
+    skipped_in_a_row: Any
+    """int32, of which the last ones in a row."""
+
+
+def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes and dtypes of a state."""
+    params = language_model.shapes(config)
+    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
+
+
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Moments lie as their weights do; counters are everywhere."""
+    params, everywhere = language_model.shardings(config, mesh), NamedSharding(mesh, P())
+    opt_state = state_shapes(config, optimizer).opt_state
+    opt_state = optax.tree.map_params(
+        optimizer, lambda _, place: place, opt_state, params, transform_non_params=lambda _: everywhere)
+    return TrainState(params, opt_state, everywhere, everywhere, everywhere)
+
+
+def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+    """A fresh state, made where it lies."""
+    params = language_model.init(config, mesh, seed)
+    places = state_shardings(config, optimizer, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    zero = jax.device_put(jnp.zeros((), jnp.int32), places.step)
+    return TrainState(params, opt_state, zero, jnp.copy(zero), jnp.copy(zero))

@@ -1,0 +1,108 @@
+"""One optimizer step: gradients over all microbatches, clipping, update, router bias."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moejax.config.model import ModelConfig
+from moejax.config.training import LossConfig
+from moejax.losses import router_bias
+from moejax.model.context import Switches
+from moejax.model.objective import Report, objective, totals
+from moejax.optim.clip import clip_by_global_norm
+from moejax.train.state import TrainState
+
+
+def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches):
+    """Loss, gradients and report of a global batch.
+
+    Args:
+      batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
+
+    Returns:
+      loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
+    """
+    whole = totals(batches)
+    num_microbatches = batches.tokens_BL.shape[0]
+    run = functools.partial(objective, config, losses, whole=whole, switches=switches)
+    first = jax.tree.map(lambda array: array[0], batches)
+    if num_microbatches == 1:
+        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first), has_aux=True)(params)
+        return loss, grads, report
+    load = _whole_load(run, params, batches) if losses.balance == "global" else None
+    differentiate = jax.value_and_grad(lambda params, batch: run(params, batch, global_load=load), has_aux=True)
+
+    def add(sums, batch):
+        (loss, report), grads = differentiate(params, batch)
+        return _add_up(sums, (loss, grads, report)), None
+
+    (loss, report), grads = jax.eval_shape(differentiate, params, first)
+    zeros = jax.tree.map(lambda like: jnp.ones(like.shape, bool) if like.dtype == bool else jnp.zeros(like.shape, like.dtype), (loss, grads, report))
+    return jax.lax.scan(add, zeros, batches)[0]
+
+
+def _add_up(sums, parts):
+    """Sums; flags are true if all are."""
+    return jax.tree.map(lambda a, b: a & b if a.dtype == bool else a + b, sums, parts)
+
+
+def _whole_load(run, params, batches):
+    """Rows per expert of the whole global batch, by routing every microbatch once without gradients."""
+    def load_of(batch):
+        return jax.tree.map(lambda report: report["load_E"], run(params, batch)[1].layers, is_leaf=lambda node: "load_E" in node)
+    first = jax.tree.map(lambda array: array[0], batches)
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(load_of, first))
+    return jax.lax.scan(lambda sums, batch: (_add_up(sums, load_of(batch)), None), zeros, batches)[0]
+
+
+def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossConfig, optimizer: optax.GradientTransformation,
+               clip_norm: float, trainable: dict, switches: Switches) -> tuple[TrainState, dict]:
+    """The next state and the step's metrics (scalars). A non-finite loss or gradient leaves weights, moments and biases as they were.
+
+    Args:
+      batches: a Batch whose arrays are [A, B / A, ...].
+      clip_norm: largest global norm of the gradients; 0: no clipping.
+      trainable: bools keyed like the weights; frozen ones stay out of the norm.
+    """
+    loss, grads, report = gradients(config, losses, state.params, batches, switches)
+    grads, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    params = move_biases(params, report, losses, num_chosen=config.moe.experts_per_token)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    skip = (~finite).astype(jnp.int32)
+    new = TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1, state.skipped + skip,
+                     (state.skipped_in_a_row + skip) * skip)
+    return new, step_metrics(loss, norm, report, totals(batches), new)
+
+
+def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen: int) -> dict:
+    """Moves every layer's correction bias by what the whole global batch asked for."""
+    if losses.bias_update == "none":
+        return params
+    def move(steps, weight):
+        names = [step.key for step in steps]
+        if names[-2:] != ["router", "bias_E"]:
+            return weight
+        seen = report.layers[names[0]][names[1]]
+        if losses.bias_update == "sign":
+            return router_bias.sign_update(weight, seen["load_E"], losses.bias_rate)
+        return router_bias.quantile_update(weight, seen["margins_EN"], num_chosen)
+    return jax.tree_util.tree_map_with_path(move, params)
+
+
+def step_metrics(loss, norm, report: Report, whole, state: TrainState) -> dict:
+    """Scalars of one step, units in their names."""
+    per = lambda total, count: total / jnp.where(count > 0, count, 1)
+    metrics = {"objective": loss, "loss_nats": per(report.nll, whole.targets), "gradient_norm": norm, "balance_loss": report.balance,
+               "z": per(report.z, whole.targets), "router_z": per(report.router_z, whole.tokens), "index_kl_nats": per(report.index_kl, whole.tokens),
+               "tokens": whole.tokens, "targets": whole.targets, "skipped_steps": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    layers = [layer for section in report.layers.values() for layer in section.values() if "load_E" in layer]
+    if layers:
+        imbalance = [jnp.max(layer["load_E"].max(-1) / jnp.maximum(layer["load_E"].mean(-1), 1e-9)) for layer in layers]
+        metrics["expert_load_max_over_mean"] = jnp.max(jnp.stack(imbalance))
+        metrics["dropped_rows"] = sum(jnp.sum(layer["dropped"]) for layer in layers)
+    return metrics
