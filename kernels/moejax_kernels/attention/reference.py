@@ -13,8 +13,8 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
 
 def attend(q_BQHC, k_BKGC, v_BKGM, allowed_BQK, *, scale, sinks_H=None):
     """Queries over the keys they are allowed to see. A query that sees nothing gives 0."""
-    probs_BGNQK = attention_probs(q_BQHC, k_BKGC, allowed_BQK, scale=scale, sinks_H=sinks_H)
-    o_BQGNM = jnp.einsum("BGNQK,BKGM->BQGNM", probs_BGNQK, v_BKGM.astype(probs_BGNQK.dtype))
+    probs_BGQNK = attention_probs(q_BQHC, k_BKGC, allowed_BQK, scale=scale, sinks_H=sinks_H)
+    o_BQGNM = jnp.einsum("BGQNK,BKGM->BQGNM", probs_BGQNK, v_BKGM.astype(probs_BGQNK.dtype))
     return o_BQGNM.reshape(*q_BQHC.shape[:3], -1).astype(q_BQHC.dtype)
 
 
@@ -24,9 +24,9 @@ def attention_probs(q_BQHC, k_BKGC, allowed_BQK, *, scale, sinks_H=None):
     num_rows, num_queries, num_heads, width = q_BQHC.shape
     num_key_heads = k_BKGC.shape[2]
     q_BQGNC = q_BQHC.reshape(num_rows, num_queries, num_key_heads, num_heads // num_key_heads, width).astype(inside)
-    scores_BGNQK = scale * jnp.einsum("BQGNC,BKGC->BGNQK", q_BQGNC, k_BKGC.astype(inside))
-    sinks_GN11 = None if sinks_H is None else sinks_H.astype(inside).reshape(num_key_heads, -1, 1, 1)
-    return masked_softmax(scores_BGNQK, allowed_BQK[:, None, None], sinks_GN11)
+    scores_BGQNK = scale * jnp.einsum("BQGNC,BKGC->BGQNK", q_BQGNC, k_BKGC.astype(inside))
+    sinks_G1N1 = None if sinks_H is None else sinks_H.astype(inside).reshape(num_key_heads, 1, -1, 1)
+    return masked_softmax(scores_BGQNK, allowed_BQK[:, None, :, None], sinks_G1N1)
 
 
 def masked_softmax(scores, allowed, sinks=None):

@@ -4,7 +4,7 @@ import jax
 
 
 def vary_alike(*trees):
-    """The trees, each array marked as varying over every mesh axis that one of them varies over. Gradients are summed where it was marked."""
+    """The trees, each array marked as varying over every mesh axis that one of them varies over; the transpose of marking sums."""
     arrays, structure = jax.tree.flatten(trees)
     axes_of = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes_of)

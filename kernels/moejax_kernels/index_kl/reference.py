@@ -20,7 +20,7 @@ def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *,
 def divergence(q_BQHC, k_BKGC, index_q_BQJC, index_k_BKC, index_w_BQJ, allowed_BQK, *, scale):
     """KL(target || softmax(index scores)) over the allowed keys, [B, Q]; 0 where a query sees nothing."""
     q_BQHC, k_BKGC = jax.lax.stop_gradient((q_BQHC, k_BKGC))
-    target_BQK = jnp.sum(attention_probs(q_BQHC, k_BKGC, allowed_BQK, scale=scale), axis=(1, 2)) / q_BQHC.shape[2]
+    target_BQK = jnp.sum(attention_probs(q_BQHC, k_BKGC, allowed_BQK, scale=scale), axis=(1, 3)) / q_BQHC.shape[2]
     scores_BQK = jnp.where(allowed_BQK, index_scores(index_q_BQJC, index_k_BKC, index_w_BQJ), -jnp.inf)
     some_BQ1 = jnp.any(allowed_BQK, axis=-1, keepdims=True)
     log_index_BQK = jax.nn.log_softmax(jnp.where(some_BQ1, scores_BQK, 0), axis=-1)

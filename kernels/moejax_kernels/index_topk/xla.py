@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import over_queries
+from moejax_kernels.attention.blocks import num_queries, over_queries
 from moejax_kernels.attention.visibility import visible, visible_at
 from moejax_kernels.index_topk.reference import index_scores
 
@@ -13,7 +13,8 @@ TILE = 8192
 
 def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, key_end_BS=None):
     index_q_BLJC, index_k_BSC, index_w_BLJ = jax.lax.stop_gradient((index_q_BLJC, index_k_BSC, index_w_BLJ))
-    num_keys = index_k_BSC.shape[1]
+    num_rows, num_keys = index_k_BSC.shape[:2]
+    num_heads = index_w_BLJ.shape[2]
     tile = min(TILE, num_keys)
     num_tiles = -(-num_keys // tile)
     padding = ((0, 0), (0, num_tiles * tile - num_keys))
@@ -43,7 +44,7 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, k
             best = jax.lax.fori_loop(1, num_tiles, add_tile, best)
         return best[1]
 
-    ids_BLK = over_queries(block, index_q_BLJC, index_w_BLJ, block=128)
+    ids_BLK = over_queries(block, index_q_BLJC, index_w_BLJ, block=num_queries(index_q_BLJC.shape[1], num_rows * num_heads * tile))
     return jnp.pad(ids_BLK, ((0, 0), (0, 0), (0, topk - num_best)), constant_values=-1)
 
 

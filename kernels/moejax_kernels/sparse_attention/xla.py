@@ -5,33 +5,22 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import over_queries, scan_queries
-from moejax_kernels.attention.reference import attend, masked_softmax
-from moejax_kernels.attention.visibility import chosen, visible, visible_at
+from moejax_kernels.attention.blocks import num_queries, over_queries, scan_queries
+from moejax_kernels.attention.reference import masked_softmax
+from moejax_kernels.attention.visibility import visible_at
+from moejax_kernels.attention.xla import masked_attention
 from moejax_kernels.grouped_matmul.varying import vary_alike
 
 DENSE_KEYS = 4
 """Rows with at most so many times K keys are masked, not gathered."""
-GATHERED_ROWS = 2**15
-"""Keys that one block of queries gathers, about."""
 
 
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):
     length, num_chosen = ids_BLK.shape[1:]
     if length <= DENSE_KEYS * num_chosen:
         v_BLGM = k_BLGC[..., :value_dim] if v_BLGM is None else v_BLGM
-        return _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments)
+        return masked_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, None, segments, scale=scale)
     return _gathered(*vary_alike(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments), scale, value_dim)
-
-
-def _masked(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale, segments):
-    length = ids_BLK.shape[1]
-
-    def block(query_Q, q_BQHC, ids_BQK):
-        allowed_BQL = visible(segments, query_Q, jnp.arange(length, dtype=jnp.int32)) & chosen(ids_BQK, length)
-        return attend(q_BQHC, k_BLGC, v_BLGM, allowed_BQL, scale=scale)
-
-    return over_queries(block, q_BLHC, ids_BLK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -40,7 +29,7 @@ def _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
         allowed_BQK = visible_at(segments, query_Q, ids_BQK)
         return _attend_each(q_BQHC, _take((k_BLGC, v_BLGM), ids_BQK), allowed_BQK, scale, value_dim)
 
-    return over_queries(block, q_BLHC, ids_BLK, block=_num_queries(ids_BLK))
+    return over_queries(block, q_BLHC, ids_BLK, block=_num_queries(ids_BLK, k_BLGC))
 
 
 def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
@@ -60,15 +49,16 @@ def _grads(scale, value_dim, saved, do_BLHM):
         return jax.tree.map(lambda sum_, d: sum_.at[at].add(d.astype(inside), mode="drop"), sums, dtaken), dq_BQHC
 
     sums = jax.tree.map(lambda array: vary_alike(jnp.zeros(array.shape, inside), q_BLHC)[0], (k_BLGC, v_BLGM))
-    sums, dq_BLHC = scan_queries(block, sums, q_BLHC, ids_BLK, do_BLHM, block=_num_queries(ids_BLK))
+    sums, dq_BLHC = scan_queries(block, sums, q_BLHC, ids_BLK, do_BLHM, block=_num_queries(ids_BLK, k_BLGC))
     return dq_BLHC, *jax.tree.map(lambda sum_, array: sum_.astype(array.dtype), sums, (k_BLGC, v_BLGM)), None, None
 
 
 _gathered.defvjp(_save, _grads)
 
 
-def _num_queries(ids_BLK):
-    return max(1, GATHERED_ROWS // (ids_BLK.shape[0] * ids_BLK.shape[2]))
+def _num_queries(ids_BLK, k_BLGC):
+    num_rows, length, num_chosen = ids_BLK.shape
+    return num_queries(length, num_rows * num_chosen * k_BLGC.shape[2] * k_BLGC.shape[3])
 
 
 def _take(arrays, ids_BQK):
