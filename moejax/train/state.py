@@ -38,9 +38,15 @@ def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation) -
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Moments lie as their weights do; counters are everywhere."""
     params, everywhere = language_model.shardings(config, mesh), NamedSharding(mesh, P())
-    opt_state = state_shapes(config, optimizer).opt_state
-    opt_state = optax.tree.map_params(
-        optimizer, lambda _, place: place, opt_state, params, transform_non_params=lambda _: everywhere)
+    place_of = {tuple(step.key for step in steps): place for steps, place in jax.tree_util.tree_leaves_with_path(params)}
+
+    def place(steps, leaf):
+        """optax keeps moments in copies of the weights' tree: the last keys of a moment's path are its weight's path."""
+        names = tuple(getattr(step, "key", None) for step in steps)
+        found = next((place_of[names[first:]] for first in range(len(names)) if names[first:] in place_of), everywhere)
+        return found if leaf.ndim else everywhere
+
+    opt_state = jax.tree_util.tree_map_with_path(place, state_shapes(config, optimizer).opt_state)
     return TrainState(params, opt_state, everywhere, everywhere, everywhere)
 
 

@@ -1,6 +1,7 @@
 """One optimizer step: gradients over all microbatches, clipping, update, router bias."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,20 @@ def _whole_load(run, params, batches):
     return jax.lax.scan(lambda sums, batch: (_add_up(sums, load_of(batch)), None), zeros, batches)[0]
 
 
+class StepOutput(NamedTuple):
+    """What a step tells."""
+
+    scalars: dict
+    """Metrics, units in their names."""
+    finite_layers: dict | None = None
+    """Debug alone: whether the outputs of each layer's mixer and feed-forward are finite, bool [2] by section and place."""
+    finite_gradients: dict | None = None
+    """Debug alone: whether each weight's gradient is finite."""
+
+
 def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossConfig, optimizer: optax.GradientTransformation,
-               clip_norm: float, trainable: dict, switches: Switches) -> tuple[TrainState, dict]:
-    """The next state and the step's metrics (scalars). A non-finite loss or gradient leaves weights, moments and biases as they were.
+               clip_norm: float, trainable: dict, switches: Switches) -> tuple[TrainState, StepOutput]:
+    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments and biases as they were.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...].
@@ -76,7 +88,11 @@ def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossC
     skip = (~finite).astype(jnp.int32)
     new = TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1, state.skipped + skip,
                      (state.skipped_in_a_row + skip) * skip)
-    return new, step_metrics(loss, norm, report, totals(batches), new)
+    out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
+    if switches.debug:
+        flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
+        out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))
+    return new, out
 
 
 def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen: int) -> dict:

@@ -1,0 +1,33 @@
+"""A byte-level hybrid: three KDA layers to one sparse-attention layer, 16 experts top-4 and a shared expert.
+
+    moejax train configs/tiny_hybrid.py
+
+Learns Python from the standard library's source on 8 pretended CPU devices.
+"""
+
+from moejax.config.data import DataConfig
+from moejax.config.mesh import MeshConfig
+from moejax.config.mixers import IndexerConfig, KDAConfig, MLAConfig
+from moejax.config.model import ModelConfig, MoEConfig, PrecisionConfig, RouterConfig
+from moejax.config.run import RunConfig
+from moejax.config.training import CheckpointConfig, LossConfig, OptimConfig, TrainConfig
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        name="tiny_hybrid",
+        mesh=MeshConfig(fsdp=2, expert=4, simulate_devices=8),
+        model=ModelConfig(
+            vocab_size=256, width=128, num_layers=4, mixers=("kda", "kda", "kda", "dsa"),
+            kda=KDAConfig(num_heads=4, key_dim=32, value_dim=32),
+            mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
+            indexer=IndexerConfig(num_heads=2, head_dim=16, topk=64, rotary_dim=8),
+            moe=MoEConfig(num_experts=16, experts_per_token=4, hidden=64, shared_hidden=128,
+                          router=RouterConfig(score="sigmoid", correction_bias=True)),
+            precision=PrecisionConfig(compute="float32")),
+        data=DataConfig(seq_len=256, batch_size=16),
+        losses=LossConfig(bias_update="sign", balance="sequence", balance_coef=1e-4, index="sparse", index_coef=0.1, router_z_coef=1e-3),
+        optim=OptimConfig(kind="muon", learning_rate=2e-3, muon_learning_rate=2e-2, warmup_steps=20, schedule="wsd", decay_fraction=0.3),
+        train=TrainConfig(steps=250, eval_batches=16),
+        checkpoint=CheckpointConfig(every=100),
+    )

@@ -1,0 +1,95 @@
+"""The command line: train, show, doctor."""
+
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+
+from moejax.config.errors import ConfigError
+
+USAGE = """moejax train CONFIG [--field value ...]    train from a config file
+moejax show CONFIG [--field value ...]     print the resolved plan without touching a device; --devices N if the config does not pretend any
+moejax doctor                              what this machine can run, and what is missing
+
+Every field of the config is an option: --mesh.expert 4, --model.moe.num_experts 32, --optim.kind muon; `moejax show CONFIG --help` lists them."""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0 well, 1 the run did not reach its goal, 2 wrong arguments or config."""
+    args = list(sys.argv[1:] if args is None else args)
+    console = Console()
+    if not args or args[0] in ("-h", "--help", "help"):
+        console.print(USAGE, highlight=False, markup=False)
+        return 0 if args else 2
+    command, *rest = args
+    try:
+        if command == "doctor" and not rest:
+            return doctor(console)
+        if command in ("train", "show") and rest and not rest[0].startswith("-"):
+            return {"train": train, "show": show}[command](console, rest[0], rest[1:])
+    except ConfigError as error:
+        Console(stderr=True).print(f"[bold red]config error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    Console(stderr=True).print(f"moejax {' '.join(args)}: no such command.\n\n{USAGE}", highlight=False, markup=False)
+    return 2
+
+
+def train(console: Console, path: str, overrides: list[str]) -> int:
+    """Trains; 1 if the held-out loss is not below the Markov baseline's."""
+    from moejax.config.load import load_config
+
+    config = load_config(path, overrides)
+    from moejax.stages.pretrain import run
+
+    outcome = run(config, console)
+    if not outcome.finished or outcome.baseline_nats is None or outcome.heldout_nats < outcome.baseline_nats:
+        return 0
+    console.print(f"[bold red]the model did not learn more than counting does:[/] {outcome.heldout_nats:.4f} against {outcome.baseline_nats:.4f} nats")
+    return 1
+
+
+def show(console: Console, path: str, overrides: list[str]) -> int:
+    """Prints the plan."""
+    from moejax.config.load import help_text, load_config, to_json
+    from moejax.config.run import resolve
+    from moejax.stages.report import plan_lines
+
+    if "--help" in overrides:
+        console.print(help_text(load_config(path)), highlight=False, markup=False)
+        return 0
+    devices, overrides = _take_devices(overrides)
+    config = load_config(path, overrides)
+    devices = devices or config.mesh.simulate_devices
+    if not devices:
+        raise ConfigError("show needs to know the number of devices: pass --devices N, or set mesh.simulate_devices.")
+    plan = resolve(config, devices)
+    console.print("\n".join(plan_lines(plan)), highlight=False, markup=False, soft_wrap=True)
+    console.print(to_json(plan.config), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _take_devices(args: list[str]) -> tuple[int, list[str]]:
+    for at, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name == "--devices":
+            given = value if equals else args[at + 1] if at + 1 < len(args) else ""
+            if not given.isdigit() or not int(given):
+                raise ConfigError(f"--devices={given!r} must be a positive number.")
+            return int(given), args[:at] + args[at + (1 if equals else 2):]
+    return 0, args
+
+
+def doctor(console: Console) -> int:
+    """Prints what this machine can run; 1 if something that is always needed is missing."""
+    from moejax.observe.doctor import examine
+
+    rows = examine()
+    for row in rows:
+        mark = "[green]ok[/]     " if row.ok else "[red]missing[/]" if row.needed else "[yellow]without[/]"
+        mend = f" -> {row.mend}" if row.mend and not row.ok else ""
+        console.print(f"{mark} {escape(f'{row.name:16} {row.found}{mend}')}", highlight=False, soft_wrap=True)
+    return 1 if any(row.needed and not row.ok for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

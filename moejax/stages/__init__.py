@@ -1,0 +1,1 @@
+"""What a run does from start to end."""

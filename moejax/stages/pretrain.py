@@ -1,0 +1,253 @@
+"""Training from a config: the loop around the step."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+
+from moejax.checkpoint.stop import StopSignal
+from moejax.checkpoint.store import Checkpointer
+from moejax.config.errors import ConfigError
+from moejax.config.load import to_json
+from moejax.config.run import Plan, RunConfig, resolve
+from moejax.data.loader import Loader
+from moejax.data.markov import fit_baseline
+from moejax.model import language_model
+from moejax.model.counting import train_flops_per_token
+from moejax.model.objective import switches_for
+from moejax.observe import run_folder
+from moejax.observe.compile_log import refuse_replication
+from moejax.observe.memory import compiled_bytes, tree_bytes
+from moejax.observe.metrics import MetricsWriter
+from moejax.observe.peaks import peak_tflops
+from moejax.observe.profile import Profiler
+from moejax.observe.progress import ProgressBar
+from moejax.observe.timing import StepTimer
+from moejax.optim import groups
+from moejax.optim.build import build
+from moejax.parallel.mesh import make_mesh, one_device_mesh
+from moejax.parallel.processes import initialize, simulate_devices
+from moejax.stages.report import describe, first_non_finite
+from moejax.train.evaluate import eval_step, sample
+from moejax.train.placement import place_batch
+from moejax.train.state import TrainState, init_state, state_shapes, state_shardings
+from moejax.train.step import train_step
+
+
+class DivergedError(RuntimeError):
+    """Too many non-finite steps in a row, or, in debug mode, the first one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    heldout_nats: float
+    """Held-out loss per target."""
+    baseline_nats: float | None
+    """Order-2 byte Markov model on the same targets; None for a tokenizer other than bytes, or if the run was stopped."""
+    finished: bool
+    """False after SIGTERM."""
+
+
+def prepare(config: RunConfig) -> Plan:
+    """Starts JAX as the config says (pretended devices, other processes), and checks the config against the devices."""
+    if config.mesh.simulate_devices:
+        simulate_devices(config.mesh.simulate_devices)
+    initialize(config.processes)
+    if config.train.deterministic:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return resolve(config, jax.device_count())
+
+
+class Run:
+    """One training run: what is opened once and used at every step."""
+
+    def __init__(self, plan: Plan, console: Console):
+        self.plan, self.console = plan, console
+        self.config = config = plan.config
+        self.model, self.losses = config.model, config.losses
+        self.mesh = make_mesh(config.mesh)
+        self.main = jax.process_index() == 0
+        self.folder = run_folder.make(config.out_dir, config.name, config_json=to_json(config))
+        like = language_model.shapes(self.model)
+        self.rules = groups.assign(config.optim, like, train_only=config.train.train_only)
+        self.optimizer = build(config.optim, steps=config.train.steps, params_like=like, train_only=config.train.train_only)
+        self.switches = switches_for(self.losses, remat=config.train.remat == "layer", debug=config.train.debug)
+        self.loader = self.open("train")
+        if self.loader.tokenizer.vocab_size > self.model.vocab_size:
+            raise ConfigError(f"model.vocab_size={self.model.vocab_size} is smaller than the {self.loader.tokenizer.vocab_size} tokens of "
+                              f"data.tokenizer={config.data.tokenizer!r}.")
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", optimizer=config.optim.kind, keep=config.checkpoint.keep,
+                                        every=config.checkpoint.every)
+        self.stop = StopSignal(config.checkpoint.term_timeout_s)
+
+    def open(self, split) -> Loader:
+        """This process's rows of a split."""
+        return Loader(self.config.data, split=split, process_index=jax.process_index(), process_count=jax.process_count())
+
+    def start(self) -> TrainState:
+        """The state to begin with: from a checkpoint, or fresh; either is announced."""
+        found = self.checkpoints.find(self.config.checkpoint.resume)
+        if found is None:
+            self.say(f"start     fresh weights, seed {self.config.train.seed}")
+            return init_state(self.model, self.optimizer, self.mesh, self.config.train.seed)
+        shapes, places = state_shapes(self.model, self.optimizer), state_shardings(self.model, self.optimizer, self.mesh)
+        like = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, places)
+        state, host = self.checkpoints.restore(found, like=like)
+        self.loader.restore(host["data"])
+        self.say(f"start     resumed from {found} after step {int(state.step)}")
+        return state
+
+    def compile(self, state: TrainState, batches):
+        """The compiled step; XLA replicating a tensor by itself is an error."""
+        step = functools.partial(
+            train_step, config=self.model, losses=self.losses, optimizer=self.optimizer, clip_norm=self.config.optim.clip_norm,
+            trainable=jax.tree.map(lambda rule: rule.trainable, self.rules), switches=self.switches)
+        places = jax.tree.map(lambda array: array.sharding, state)
+        options: dict[str, Any] = {}
+        if self.config.train.deterministic and jax.default_backend() == "gpu":
+            options["xla_gpu_deterministic_ops"] = True
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
+        with refuse_replication():
+            compiled = lowered.compile(compiler_options=options)
+        if self.config.observe.dump and self.main:
+            (self.folder / "step.hlo.txt").write_text(compiled.as_text())
+            (self.folder / "step.memory.txt").write_text(str(compiled.memory_analysis()))
+        return compiled
+
+    def say(self, line: str) -> None:
+        """A line for a person, from the first process alone."""
+        if self.main:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def next_batch(self):
+        """The next global batch on the mesh; in debug mode its borders are checked first."""
+        batch = next(self.loader)
+        if self.config.train.debug:
+            batch.segments.verify()
+        return place_batch(batch, self.mesh, accumulation=self.config.train.accumulation)
+
+    def evaluate(self, params: dict) -> tuple[float, float | None]:
+        """Held-out loss in nats per target, and the Markov model's on the same targets (None without a byte tokenizer)."""
+        markov = fit_baseline(self.config.data) if self.config.data.tokenizer == "bytes" else None
+        sums = np.zeros(3)
+        with contextlib.closing(self.open("heldout")) as loader:
+            for batch in itertools.islice(loader, self.config.train.eval_batches):
+                nll, weight = eval_step(self.model, params, place_batch(batch, self.mesh, accumulation=1))
+                local = markov.batch_nats(batch)[0] if markov else 0.0
+                theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
+                sums += float(nll), float(weight), theirs
+        return sums[0] / sums[1], sums[2] / sums[1] if markov else None
+
+    def speed(self, values: dict[str, float]) -> dict[str, float]:
+        """Tokens, FLOPs and MFU of a step; MFU only where the device's peak is known."""
+        flops = train_flops_per_token(self.model, self.config.data.seq_len) * values["tokens"] / values["step_s"]
+        speeds = {"tokens_per_s": values["tokens"] / values["step_s"], "tflops_per_s_per_device": flops / 1e12 / jax.device_count()}
+        peak = self.config.observe.peak_tflops or peak_tflops(jax.devices()[0].device_kind)
+        return speeds | ({"mfu": speeds["tflops_per_s_per_device"] / peak} if peak else {})
+
+    def close(self) -> None:
+        """Waits for checkpoints, and ends the threads."""
+        self.checkpoints.close()
+        self.loader.close()
+        self.stop.close()
+
+
+def run(config: RunConfig, console: Console) -> Outcome:
+    """Trains as the config says, from a checkpoint or from fresh weights; writes metrics, checkpoints and what a person reads."""
+    began_s = time.perf_counter()
+    job = Run(prepare(config), console)
+    with jax.set_mesh(job.mesh):
+        state, finished = loop(job, job.start())
+        steps = int(state.step)
+        if job.checkpoints.latest() != steps:
+            job.checkpoints.save(steps, state, {"data": job.loader.state()})
+        job.checkpoints.wait()
+        if not finished:
+            job.say(f"stopped   SIGTERM: saved after step {steps} in {job.checkpoints.folder}")
+            job.close()
+            return Outcome(np.nan, None, False)
+        heldout, baseline = job.evaluate(state.params)
+    versus = f"; order-2 byte Markov model on the same targets {baseline:.4f}" if baseline is not None else ""
+    job.say(f"held out  {heldout:.4f} nats a token{versus}")
+    continue_text(job, state.params)
+    job.say(f"run       {job.folder}, {time.perf_counter() - began_s:.0f} s in all")
+    job.close()
+    return Outcome(heldout, baseline, True)
+
+
+def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
+    """Steps until the config's last one, or until SIGTERM; says whether it got to the end."""
+    config, first = job.config, int(state.step)
+    writer = MetricsWriter(job.folder, tensorboard=config.observe.tensorboard, resumed_step=first) if job.main else None
+    bar = ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)
+    profiler, timer, compiled, finished = Profiler(job.folder, config.observe.profile_steps()), StepTimer(), None, True
+    for step in range(first + 1, config.train.steps + 1):
+        with timer.part("data"):
+            batches = job.next_batch()
+        if compiled is None:
+            compiled = job.compile(state, batches)
+            job.say(describe(job.plan, job.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+            timer.lap()
+        profiler.before(step)
+        with timer.part("compute"):
+            state, out = compiled(state, batches)
+            values = {name: float(value) for name, value in out.scalars.items()}
+        profiler.after(step)
+        if config.train.debug:
+            refuse_non_finite(job, step, out)
+        if values["skipped_in_a_row"] > config.train.max_skipped:
+            raise DivergedError(f"step {step}: {values['skipped_in_a_row']:.0f} steps in a row had a non-finite loss or gradient "
+                                f"(train.max_skipped={config.train.max_skipped}); run again with --debug to see where it begins.")
+        with timer.part("checkpoint"):
+            if job.checkpoints.due(step):
+                job.checkpoints.save(step, state, {"data": job.loader.state()})
+        values |= timer.lap()
+        values |= job.speed(values)
+        if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
+            values["heldout_nats"] = job.evaluate(state.params)[0]
+            timer.lap()
+        if writer and (step % config.train.log_every == 0 or step == config.train.steps):
+            writer.write(step, values)
+        bar.update(step, values)
+        if job.stop.reached(step):
+            finished = step == config.train.steps
+            break
+    profiler.close()
+    bar.close()
+    if writer:
+        writer.close()
+    return state, finished
+
+
+def refuse_non_finite(job: Run, step: int, out) -> None:
+    """Raises DivergedError naming the first layer, or the first weight's gradient, that is not finite."""
+    where = first_non_finite(job.plan, jax.device_get(out.finite_layers), jax.device_get(out.finite_gradients))
+    if where:
+        raise DivergedError(f"step {step}: the first non-finite value is in {where}.")
+
+
+def continue_text(job: Run, params: dict) -> None:
+    """Prints a continuation of the held-out text's beginning."""
+    count = job.config.observe.sample_tokens
+    if not count:
+        return
+    host = multihost_utils.process_allgather(params, tiled=True) if jax.process_count() > 1 else jax.device_get(params)
+    if not job.main:
+        return
+    window = min(job.config.data.seq_len, 256)
+    with contextlib.closing(job.open("heldout")) as loader:
+        prompt = next(loader).tokens_BL[0, :window // 4]
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        tokens = sample(job.model, jax.device_put(host, language_model.shardings(job.model, mesh)), prompt, num_tokens=count, window=window)
+    job.say(f"sample    after {job.loader.tokenizer.decode(prompt[-60:])!r}:")
+    job.say(job.loader.tokenizer.decode(tokens))

@@ -1,0 +1,73 @@
+"""What a run says of itself before it starts, and where it went wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from moejax_kernels.implementation import CHOSEN
+
+from moejax.config.model import LayerKind, LayerPlan
+from moejax.config.run import Plan
+from moejax.model import counting
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Mesh, batch, layers, parameters and FLOPs by part; needs no device."""
+    config, layers = plan.config, plan.layers
+    axes = " x ".join(f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1) or "one device"
+    rows = [("mesh", axes),
+            ("batch", f"{config.data.batch_size} rows x {config.data.seq_len} tokens, {config.train.accumulation} microbatches of "
+                      f"{plan.rows_per_device} rows a device"),
+            ("layers", _spell_layers(layers))]
+    parts = counting.count(config.model, config.data.seq_len)
+    total, active, flops = (sum(getattr(part, name) for part in parts) for name in ("params", "active", "flops"))
+    rows.append(("weights", f"{total:,} parameters, {active:,} active a token"))
+    rows.append(("FLOPs", f"{flops:,.0f} forward, {counting.train_flops_per_token(config.model, config.data.seq_len):,.0f} in training, a token"))
+    lines = [f"{name:9} {text}" for name, text in rows]
+    lines.append(f"{'':9} {'part':20} {'layers':>6} {'parameters':>19} {'active':>17} {'FLOPs a token':>17}")
+    lines += [f"{'':9} {part.name:20} {part.layers:6} {part.params:19,} {part.active:17,} {part.flops:17,.0f}" for part in parts]
+    return lines
+
+
+def describe(plan: Plan, rules: Any, *, state: int, **compiled: int) -> str:
+    """The plan, optimizer groups, bytes per device and chosen kernels, once the step is compiled."""
+    from moejax.model import language_model
+    from moejax.optim import groups
+
+    lines = plan_lines(plan)
+    for label, tensors, params, rate, decay in groups.table(rules, language_model.shapes(plan.config.model)):
+        lines.append(f"{'optimizer':9} {label}: {params:,} parameters in {tensors} tensors, peak rate {rate:g}, decay {decay:g}")
+    sizes = ", ".join(f"{name.removesuffix('_bytes')} {size / 2**20:.1f} MiB" for name, size in compiled.items())
+    lines.append(f"{'bytes':9} a device: weights and moments {state / 2**20:.1f} MiB; step: {sizes}")
+    lines.append(f"{'kernels':9} " + ", ".join(f"{op} {name}" for op, name in sorted(CHOSEN.items())))
+    return "\n".join(lines)
+
+
+def _spell_layers(layers: LayerPlan) -> str:
+    spell = lambda kinds: ", ".join(f"{kind.mixer}+{kind.feed_forward}" for kind in kinds)
+    body = f"{layers.num_units} x ({spell(layers.unit)})" if layers.num_units else ""
+    return "; ".join(part for part in (spell(layers.head), body, spell(layers.tail)) if part)
+
+
+def first_non_finite(plan: Plan, layers: Mapping[str, Any], gradients: Any) -> str | None:
+    """The first sublayer whose output is not finite, else a weight whose gradient is not; None if all are finite.
+
+    Args:
+      layers: flags of each layer's mixer and feed-forward, [2] or stacked [n, 2], by section and place.
+      gradients: a flag per weight, keyed like the weights.
+    """
+    kinds: tuple[LayerKind, ...] = plan.config.model.layers()
+    for number, kind in enumerate(kinds):
+        section, place, stack = plan.layers.place(number)
+        flags = np.asarray(layers[section][str(place)])
+        for name, finite in zip((f"mixer ({kind.mixer})", f"feed-forward ({kind.feed_forward})"), flags if stack is None else flags[stack], strict=True):
+            if not finite:
+                return f"layer {number}, {name}"
+    bad = [path for path, finite in _leaves(gradients) if not finite]
+    return f"the gradient of {bad[0]} ({len(bad)} weights in all), while all activations are finite" if bad else None
+
+
+def _leaves(tree: Any, path: str = ""):
+    for name, node in tree.items():
+        here = f"{path}/{name}" if path else name
+        yield from _leaves(node, here) if isinstance(node, Mapping) else [(here, bool(node))]
