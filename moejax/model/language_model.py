@@ -48,7 +48,9 @@ def shardings(config: ModelConfig, mesh: Mesh) -> dict:
 def init(config: ModelConfig, mesh: Mesh, seed: int) -> dict:
     """Initial weights, made where they lie; the same on every mesh."""
     make = lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key))))
-    return jax.jit(make, out_shardings=shardings(config, mesh))(jax.random.key(seed))
+    # a program that runs once: LLVM's optimisations would take longer than they save
+    options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
+    return jax.jit(make, out_shardings=shardings(config, mesh), compiler_options=options)(jax.random.key(seed))
 
 
 def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, global_load: dict | None = None) -> Output:

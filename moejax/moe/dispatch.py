@@ -85,5 +85,10 @@ def plan_receive(counts_Se, *, rows: int) -> tuple[RowPlan, Any]:
     return RowPlan(source_W, slot_W[:, None]), sizes_e
 
 
+def inverse(plan: RowPlan) -> RowPlan:
+    """The way back of a plan in which every row goes to at most one place (K = 1)."""
+    return RowPlan(plan.slot_TK[:, 0], plan.source_R[:, None])
+
+
 def _count(expert_R, num_experts: int):
     return jnp.zeros(num_experts, jnp.int32).at[expert_R].add(1, mode="drop")

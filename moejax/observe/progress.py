@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-SHOWN = (("loss", "loss", ".4f"), ("tokens_per_s", "tok/s", ",.0f"), ("expert_load_max_over_mean", "load max/mean", ".2f"),
+SHOWN = (("loss_nats", "loss", ".4f"), ("tokens_per_s", "tok/s", ",.0f"), ("expert_load_max_over_mean", "load max/mean", ".2f"),
          ("dropped_rows", "dropped", ",.0f"))
 """Metrics shown, where present: name, label, format."""
 

@@ -168,6 +168,7 @@ def run(config: RunConfig, console: Console) -> Outcome:
     with jax.set_mesh(job.mesh):
         state, finished = loop(job, job.start())
         steps = int(state.step)
+        job.checkpoints.wait()
         if job.checkpoints.latest() != steps:
             job.checkpoints.save(steps, state, {"data": job.loader.state()})
         job.checkpoints.wait()

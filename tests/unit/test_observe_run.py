@@ -99,7 +99,7 @@ def progress(*, terminal, shown=True):
     out = io.StringIO()
     bar = ProgressBar(Console(file=out, force_terminal=terminal, width=160), steps=30, first=10, every=10, shown=shown)
     for step in range(11, 31):
-        bar.update(step, {"loss": 1.23456, "tokens_per_s": 3512.4, "expert_load_max_over_mean": 1.3, "dropped_rows": 0})
+        bar.update(step, {"loss_nats": 1.23456, "tokens_per_s": 3512.4, "expert_load_max_over_mean": 1.3, "dropped_rows": 0})
     bar.close()
     return out.getvalue()
 
