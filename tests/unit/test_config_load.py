@@ -10,7 +10,10 @@ from moejax.config.errors import ConfigError
 from moejax.config.load import SHORTHANDS, fields, help_text, load_config, override, to_json
 from moejax.config.run import RunConfig
 
-START = "from moejax.config.run import RunConfig\nfrom moejax.config.mesh import MeshConfig\nfrom moejax.config.training import OptimConfig\n"
+START = """from moejax.config.run import RunConfig
+from moejax.config.mesh import MeshConfig
+from moejax.config.training import OptimConfig
+"""
 BASE = RunConfig(name="base")
 
 
