@@ -40,8 +40,8 @@ class KimiDeltaAttention(nnx.Module):
         self.q_DGC = make.linear(("embed", "heads", None), width, groups, channels, fan_in=width)
         self.k_DGC = make.linear(("embed", "heads", None), width, groups, channels, fan_in=width)
         self.v_DHM = make.linear(("embed", "heads", None), width, heads, values, fan_in=width)
-        for name, size in (("q", groups * channels), ("k", groups * channels), ("v", heads * values)):
-            setattr(self, f"{name}_conv_X4", make.linear(("heads", None), size, CONV_TAPS, fan_in=CONV_TAPS))
+        taps = lambda size: make.linear(("heads", None), size, CONV_TAPS, fan_in=CONV_TAPS)
+        self.q_conv_X4, self.k_conv_X4, self.v_conv_X4 = taps(groups * channels), taps(groups * channels), taps(heads * values)
         self.decay_down_DR = make.linear(("embed", None), width, channels, fan_in=width)
         self.decay_up_RHC = make.linear((None, "heads", None), channels, heads, channels, fan_in=channels)
         bounded = kda_config.decay == "bounded"

@@ -106,7 +106,7 @@ class BlockMix(nnx.Module):
         return {"x": y_BLD, "blocks": blocks}
 
 
-def make_residual(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
+def make_residual(config: ModelConfig, *, rngs: nnx.Rngs) -> Plain | HyperConnection | BlockMix:
     """The residual of one sublayer."""
     if config.residual.kind == "mhc":
         return HyperConnection(config, rngs=rngs)

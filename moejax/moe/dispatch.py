@@ -52,12 +52,13 @@ def plan_send(ids_TK, *, num_experts: int, num_devices: int, rows: int) -> SendP
     order_R = jnp.argsort(expert_R, stable=True).astype(jnp.int32)
     sorted_expert_R = expert_R[order_R]
     device_R = jnp.minimum(sorted_expert_R // per_device, num_devices - 1)
-    device_start_S = jnp.cumsum(counts_Se.sum(1)) - counts_Se.sum(1)
+    sent_S = counts_Se.sum(1, dtype=jnp.int32)
+    device_start_S = jnp.cumsum(sent_S, dtype=jnp.int32) - sent_S
     slot_R = device_R * rows + jnp.arange(order_R.size, dtype=jnp.int32) - device_start_S[device_R]
     slot_R = jnp.where(sorted_expert_R < num_experts, slot_R, num_devices * rows)
     source_R = jnp.full(num_devices * rows, -1, jnp.int32).at[slot_R].set(order_R // k, mode="drop")
     slot_TK = jnp.zeros(num_tokens * k, jnp.int32).at[order_R].set(jnp.where(slot_R < num_devices * rows, slot_R, -1))
-    dropped = jnp.sum(load_E) - jnp.sum(kept_E)
+    dropped = jnp.sum(load_E - kept_E, dtype=jnp.int32)
     return SendPlan(RowPlan(source_R, slot_TK.reshape(num_tokens, k)), counts_Se, load_E, dropped)
 
 
@@ -68,7 +69,7 @@ def plan_receive(counts_Se, *, rows: int) -> tuple[RowPlan, Any]:
       plan from the S*Q arrived rows to as many grouped rows (K = 1), and group sizes per expert, int32 [e].
     """
     num_senders, num_local = counts_Se.shape
-    sizes_e = counts_Se.sum(0)
+    sizes_e = counts_Se.sum(0, dtype=jnp.int32)
     group_start_e = jnp.cumsum(sizes_e) - sizes_e
     before_Se = jnp.cumsum(counts_Se, 0) - counts_Se + group_start_e  # where sender s's rows of expert e begin
     bucket_end_Se = jnp.cumsum(counts_Se, 1)

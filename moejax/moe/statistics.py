@@ -30,6 +30,7 @@ def routing_statistics(routing: Routing, bias_E, segments, *, kind: str, z: bool
         parts = per_rows(lambda *arrays: jax.tree.map(lambda x: x[None], loss(*arrays)), scores_BLE, routing.ids_BLK, segments)
         out |= {"balance": parts.loss_sum.sum(), "balance_num": parts.num.sum()}
     if kind == "global":
+        assert global_load_E is not None
         num_tokens = jnp.sum(global_load_E.astype(scores_BLE.dtype)) / num_chosen  # as float: the sum can pass 2**31
         out["balance"] = balance.global_balance(scores_BLE, segments, counts_E=global_load_E, num_tokens=num_tokens, num_chosen=num_chosen)
         out["balance_num"] = jnp.sum(segments.ids_BL >= 0).astype(scores_BLE.dtype)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(spec: str, x, w):
+def project(spec: str, x, w) -> jax.Array:
     """`einsum(spec, x, w)` in x's dtype; the weight's gradient is a product accumulated, and reduced over devices, in w's dtype.
 
     Args:
@@ -15,11 +14,16 @@ def project(spec: str, x, w):
       x: activations, e.g. bfloat16.
       w: master weight, e.g. float32; cast to x's dtype for the product.
     """
+    return _project(spec, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(spec, x, w):
     return jnp.einsum(spec, x, w.astype(x.dtype))
 
 
 def _save(spec, x, w):
-    return project(spec, x, w), (x, w)
+    return _project(spec, x, w), (x, w)
 
 
 def _grads(spec, saved, dy):
@@ -30,7 +34,7 @@ def _grads(spec, saved, dy):
     return dx, dw.astype(w.dtype)
 
 
-project.defvjp(_save, _grads)
+_project.defvjp(_save, _grads)
 
 
 def float_inside(x):

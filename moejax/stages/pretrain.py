@@ -119,7 +119,7 @@ class Run:
         with refuse_replication():
             compiled = lowered.compile(compiler_options=options)
         if self.config.observe.dump and self.main:
-            (self.folder / "step.hlo.txt").write_text(compiled.as_text())
+            (self.folder / "step.hlo.txt").write_text(compiled.as_text() or "")
             (self.folder / "step.memory.txt").write_text(str(compiled.memory_analysis()))
         return compiled
 

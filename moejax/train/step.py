@@ -82,7 +82,7 @@ def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossC
     grads, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(lambda weight, update: weight + update.astype(weight.dtype), state.params, updates)
     params = move_biases(params, report, losses, num_chosen=config.moe.experts_per_token)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     skip = (~finite).astype(jnp.int32)
