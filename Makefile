@@ -1,0 +1,37 @@
+# make train: install and run the main job.  make test: install and pass the tests.
+
+PYTHON := $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+RUN := .venv/bin/python -m
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: install train test test-slow lint format clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "moejax needs Python >= 3.12; none of python3.12, python3.13, python3 or pyenv's is." >&2; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+train: install
+	.venv/bin/moejax train configs/tiny_hybrid.py
+
+test: install
+	$(RUN) pytest -m "not slow" --durations=15
+
+test-slow: install
+	$(RUN) pytest -m slow --durations=15
+
+lint: install
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+
+format: install
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+clean:
+	rm -rf .venv .cache runs build *.egg-info
