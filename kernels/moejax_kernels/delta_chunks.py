@@ -7,6 +7,7 @@ backward, 4 heads of 32, one core of an EPYC Milan).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,13 @@ SPLIT = {half: (AT[:, None] // (2 * half) == AT[None] // (2 * half)) & UPPER[hal
 class Borders:
     """Documents seen from the chunks. Masks are bool; all True without segments."""
 
-    same_NB1tt: object
+    same_NB1tt: Any
     """Two tokens of a chunk are of one document."""
-    enters_NB1t1: object
+    enters_NB1t1: Any
     """The token's document reaches the chunk from the left: the incoming state belongs to it."""
-    leaves_NB1t1: object
+    leaves_NB1t1: Any
     """The token's document holds the chunk's last token: it writes the outgoing state."""
-    passes_NB111: object
+    passes_NB111: Any
     """One document fills the chunk and reaches it from the left: the state goes through."""
 
     @classmethod

@@ -1,7 +1,6 @@
 """What KDA and GDN share before any chunk: checks of shapes and dtypes, grouped heads, padding, document labels."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from moejax_kernels.grouped_matmul.varying import vary_alike
 from moejax_kernels.segments import Segments
@@ -43,8 +42,9 @@ def widen(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *, scale: flo
 
 
 def labels(segments: Segments):
-    """int32 [B, L]: the same number for tokens that share a recurrent state. Padding takes the label of the token before it."""
-    return lax.cummax(jnp.where(segments.ids_BL >= 0, segments.starts_BL, -1), axis=1)
+    """int32 [B, L]: the same number for tokens that share a recurrent state. Padding after the row's last document has that one's."""
+    last_start_B1 = jnp.where(jnp.asarray(segments.ids_BL) >= 0, segments.starts_BL, 0).max(axis=1, keepdims=True)
+    return jnp.minimum(segments.starts_BL, last_start_B1)
 
 
 def clear_padding(segments: Segments, arrays):

@@ -26,6 +26,10 @@ class Fields:
             raise CheckpointError(f"{self.source}: field {' or '.join(names)} is missing.")
         return default
 
+    def inside(self, *names: str) -> "Fields":
+        """The fields of nested objects, empty where there are none; of a field in several the last object's counts."""
+        return Fields({key: value for name in names for key, value in self(name, default={}).items()}, f"{self.source}: {' or '.join(names)}")
+
     def expect(self, name: str, *legal: Any) -> None:
         """Refuses a field whose value is none of `legal`; the first is assumed where it is absent."""
         value = self.raw.get(name, legal[0])
@@ -35,23 +39,23 @@ class Fields:
 
 def rope_config(fields: Fields, kind: Any) -> RopeConfig:
     """Rotation from rope_parameters (transformers 5) or rope_theta and rope_scaling (hub files)."""
-    scaling = {**fields("rope_scaling", default={}), **fields("rope_parameters", default={})}
-    theta = float(scaling.get("rope_theta", fields("rope_theta", default=10_000.0)))
-    form = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = fields.inside("rope_scaling", "rope_parameters")
+    theta = float(scaling("rope_theta", default=fields("rope_theta", default=10_000.0)))
+    form = scaling("rope_type", "type", default="default")
     if form == "default":
         return RopeConfig(kind=kind, theta=theta)
     if form != "yarn":
         raise CheckpointError(f"{fields.source}: rope_type={form!r} is not supported; 'default' and 'yarn' are.")
     return RopeConfig(
-        kind=kind, theta=theta, yarn_factor=float(scaling["factor"]),
-        yarn_original_length=int(scaling.get("original_max_position_embeddings", fields("max_position_embeddings"))),
-        yarn_beta_fast=float(scaling.get("beta_fast", 32)), yarn_beta_slow=float(scaling.get("beta_slow", 1)),
-        yarn_mscale=float(scaling.get("mscale", 1)), yarn_mscale_all_dim=float(scaling.get("mscale_all_dim", 0)))
+        kind=kind, theta=theta, yarn_factor=float(scaling("factor")),
+        yarn_original_length=int(scaling("original_max_position_embeddings", default=0) or fields("max_position_embeddings")),
+        yarn_beta_fast=float(scaling("beta_fast", default=32)), yarn_beta_slow=float(scaling("beta_slow", default=1)),
+        yarn_mscale=float(scaling("mscale", default=1)), yarn_mscale_all_dim=float(scaling("mscale_all_dim", default=0)))
 
 
 def rotary_share(fields: Fields) -> float:
     """partial_rotary_factor, wherever it stands."""
-    return float(fields("rope_parameters", default={}).get("partial_rotary_factor", fields("partial_rotary_factor", default=1.0)))
+    return float(fields.inside("rope_parameters")("partial_rotary_factor", default=fields("partial_rotary_factor", default=1.0)))
 
 
 def _base(fields: Fields, dtype: Dtype, **switches: Any) -> ModelConfig:
@@ -164,10 +168,11 @@ def kimi_linear(fields: Fields, dtype: Dtype) -> ModelConfig:
 
 def kimi_k3(fields: Fields, dtype: Dtype) -> ModelConfig:
     """Kimi K3: bounded KDA, gated MLA without rotation, latent experts, SiTU-GLU, Block AttnRes."""
+    fields = _text(fields)
     fields.expect("hidden_act", "situ")
     fields.expect("mla_use_nope", True)
-    linear = fields("linear_attn_config")
-    kinds, kda = _kimi_layers(fields, decay="bounded", lower_bound=linear["gate_lower_bound"], full_rank_gate=linear["use_full_rank_gate"])
+    linear = fields.inside("linear_attn_config")
+    kinds, kda = _kimi_layers(fields, decay="bounded", lower_bound=linear("gate_lower_bound"), full_rank_gate=linear("use_full_rank_gate"))
     moe = _moe(fields, _sigmoid_router(fields), latent_width=fields("routed_expert_hidden_size"),
                latent_norm=fields("latent_moe_use_norm", default=True))
     activation = ActivationConfig(kind="situ", beta=fields("activation_situ_beta"), linear_beta=fields("activation_situ_linear_beta", default=0.0))
@@ -178,7 +183,7 @@ def kimi_k3(fields: Fields, dtype: Dtype) -> ModelConfig:
 
 def glm5_next(fields: Fields, dtype: Dtype) -> ModelConfig:
     """GLM-5.3-Flash text: bounded KDA, DSA with pooled keys and no rotation, hyper-connections, clamped SwiGLU."""
-    fields = Fields({**fields.raw, **fields("text_config", default={})}, fields.source)
+    fields = _text(fields)
     fields.expect("hidden_act", "silu")
     fields.expect("linear_conv_kernel_dim", 4)
     fields.expect("index_kpool_always_select_tail", True)
@@ -197,6 +202,11 @@ def glm5_next(fields: Fields, dtype: Dtype) -> ModelConfig:
                  residual=residual, activation=activation, moe=_moe(fields, _sigmoid_router(fields)), **_feed_forwards(fields))
 
 
+def _text(fields: Fields) -> Fields:
+    """A multimodal config with the fields of its text part on top."""
+    return Fields({**fields.raw, **fields("text_config", default={})}, fields.source)
+
+
 def _mixers(kinds: list[str], names: dict[str, str], fields: Fields) -> tuple[str, ...]:
     unknown = sorted(set(kinds) - set(names))
     if unknown:
@@ -206,11 +216,11 @@ def _mixers(kinds: list[str], names: dict[str, str], fields: Fields) -> tuple[st
 
 def _kimi_layers(fields: Fields, **decay: Any) -> tuple[tuple[str, ...], KDAConfig]:
     """Mixers and KDA sizes, from transformers' flat fields or the hub's linear_attn_config, whose lists count from 1."""
-    linear = fields("linear_attn_config", default={})
-    if linear:
-        full = set(linear["full_attn_layers"])
+    linear = fields.inside("linear_attn_config")
+    if linear.raw:
+        full = set(linear("full_attn_layers"))
         kinds = ["full_attention" if i + 1 in full else "linear_attention" for i in range(fields("num_hidden_layers"))]
-        heads, channels, taps = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
+        heads, channels, taps = linear("num_heads"), linear("head_dim"), linear("short_conv_kernel_size")
     else:
         kinds, heads, channels = fields("layer_types"), fields("linear_num_heads"), fields("linear_head_dim")
         taps = fields("linear_conv_kernel_dim")

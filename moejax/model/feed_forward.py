@@ -1,18 +1,15 @@
 """Feed-forward layers: dense, and mixture of experts with shared experts and an optional latent (Kimi K3, Stable LatentMoE)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from moejax_kernels import gated_activation, grouped_matmul
 
 from moejax.config.model import ActivationConfig, ModelConfig
 from moejax.model.context import Context
 from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
-from moejax.moe.expert_parallel import KEPT, expert_parallel
+from moejax.moe.expert_parallel import expert_parallel
 from moejax.moe.router import route
 from moejax.moe.statistics import routing_statistics
 from moejax.parallel.axes import spec
@@ -60,7 +57,7 @@ class Experts(nnx.Module):
 
 def apply_experts(weights: dict, x_WD, sizes_e, activation: ActivationConfig):
     """Rows grouped by expert through their experts."""
-    matmul = lambda x, name: grouped_matmul(x, weights[name].astype(x.dtype), sizes_e)
+    matmul = lambda x, name: grouped_matmul(x, weights[name], sizes_e)
     h_WF = activate(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), activation)
     return matmul(h_WF, "down_EFD")
 
@@ -103,7 +100,6 @@ class MixtureOfExperts(nnx.Module):
         logits_BLE, bias_E = self.router(x_BLD)
         choose = lambda logits, ids, *bias: route(logits, bias[0] if bias else None, ids >= 0, experts_per_token=moe.experts_per_token, config=moe.router)
         routing = per_rows(choose, logits_BLE, segments.ids_BL, whole=() if bias_E is None else (bias_E,))
-        routing = dataclasses.replace(routing, ids_BLK=checkpoint_name(routing.ids_BLK, KEPT))
         z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
         run = lambda weights, x_WD, sizes_e: apply_experts(weights, x_WD, sizes_e, self.activation)
         y_BLZ, load_E, dropped = expert_parallel(

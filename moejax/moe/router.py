@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config.model import RouterConfig
+from moejax.moe.expert_parallel import KEPT
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +40,13 @@ def route(logits_BLE, bias_E, valid_BL, *, experts_per_token: int, config: Route
         choice_BLE = choice_BLE + jax.lax.stop_gradient(bias_E.astype(choice_BLE.dtype))
     if config.num_groups > 1:
         choice_BLE = _open_groups(choice_BLE, config)
-    _, ids_BLK = jax.lax.top_k(choice_BLE, experts_per_token)
+    ids_BLK = checkpoint_name(jax.lax.top_k(choice_BLE, experts_per_token)[1], KEPT)
     # a one-hot product, not a gather: its gradient is a product too, and experts nobody chose get exactly 0
     chosen_BLKE = jax.nn.one_hot(ids_BLK, logits_BLE.shape[-1], dtype=scores_BLE.dtype)
     probs_BLK = jnp.sum(chosen_BLKE * scores_BLE[:, :, None], -1)
     if config.renormalise:
-        # DeepSeek adds 1e-20 against 0 / 0; sigmoid scores can underflow together, a softmax's largest cannot
-        floor = 1e-20 if config.score == "sigmoid" else 0.0
-        probs_BLK = probs_BLK / (jnp.sum(probs_BLK, -1, keepdims=True) + floor)
+        # sigmoid scores can underflow together; DeepSeek adds 1e-20, whose square in the gradient underflows to 0 in float32
+        probs_BLK = probs_BLK / jnp.maximum(jnp.sum(probs_BLK, -1, keepdims=True), 1e-18)
     ids_BLK = jnp.where(valid_BL[:, :, None], ids_BLK, -1).astype(jnp.int32)
     return Routing(ids_BLK, probs_BLK * config.scale, scores_BLE, logits_BLE)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-BLOCK_NUMBERS = 2**20
+BLOCK_NUMBERS = 2**19
 """Numbers in the largest temporary of one block, about: what stays in a cache, and is not new memory each time."""
 MIN_QUERIES = 16
 """Queries of one block at least."""

@@ -38,7 +38,8 @@ def gated_activation(gate_RF, up_RF, *, kind: Kind = "swiglu", limit=None, beta=
         raise ValueError(f"{op}: kind={kind!r} is unknown; known are {', '.join(NEEDS)}.")
     numbers = {"limit": limit, "beta": beta}
     for name in NEEDS[kind]:
-        if numbers[name] is None or numbers[name] <= 0:
-            raise ValueError(f"{op}: kind={kind!r} needs {name} > 0, got {name}={numbers[name]}.")
+        number = numbers[name]
+        if number is None or number <= 0:
+            raise ValueError(f"{op}: kind={kind!r} needs {name} > 0, got {name}={number}.")
     run = choose(op, implementation, IMPLEMENTATIONS)
     return run(gate_RF, up_RF, kind=kind, limit=limit, beta=beta, linear_beta=linear_beta)

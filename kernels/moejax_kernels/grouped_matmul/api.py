@@ -1,5 +1,7 @@
 """Matrix products of groups of rows."""
 
+import jax.numpy as jnp
+
 from moejax_kernels.attention.shapes import check
 from moejax_kernels.grouped_matmul import reference, xla
 from moejax_kernels.implementation import Implementation, choose
@@ -12,7 +14,7 @@ def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation
 
     Args:
       x_RD: float rows; those beyond the sum of the sizes are padding.
-      w_EDF: one matrix per group, dtype of x.
+      w_EDF: one matrix per group, in x's dtype or a wider one (a master weight: cast for the product, its gradient is not rounded).
       group_sizes_E: integers >= 0 whose sum is at most R. Not checked: they exist on the device only.
       implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
 
@@ -24,6 +26,6 @@ def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation
       ValueError: shapes or dtypes that do not fit together.
     """
     check("grouped_matmul", integer=("group_sizes_E",), x_RD=x_RD, w_EDF=w_EDF, group_sizes_E=group_sizes_E)
-    if x_RD.dtype != w_EDF.dtype:
-        raise ValueError(f"grouped_matmul: x_RD is {x_RD.dtype}, w_EDF is {w_EDF.dtype}. Cast one to the other's dtype.")
+    if jnp.promote_types(x_RD.dtype, w_EDF.dtype) != w_EDF.dtype:
+        raise ValueError(f"grouped_matmul: x_RD is {x_RD.dtype}, w_EDF is {w_EDF.dtype}. Give w the dtype of x, or a wider one.")
     return choose("grouped_matmul", implementation, IMPLEMENTATIONS)(x_RD, w_EDF, group_sizes_E)

@@ -1,5 +1,7 @@
 """The index's choice over blocks of queries and tiles of keys, with a running list of the best."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -24,7 +26,7 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, k
     num_best = min(topk, num_keys)
 
     def block(query_Q, index_q_BQJC, index_w_BQJ):
-        def add_tile(number, best):
+        def add_tile(number, best: Any):
             key_K = number * tile + jnp.arange(tile, dtype=jnp.int32)
             index_k_BKC = jax.lax.dynamic_slice_in_dim(index_k_BSC, number * tile, tile, axis=1)
             if key_end_BS is None:
@@ -33,11 +35,11 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, k
                 allowed_BQK = visible_at(segments, query_Q, jax.lax.dynamic_slice_in_dim(key_end_BS, number * tile, tile, axis=1)[:, None])
             scores_BQK = jnp.where(allowed_BQK, index_scores(index_q_BQJC, index_k_BKC, index_w_BQJ), -jnp.inf)
             ids_BQK = jnp.broadcast_to(jnp.where(allowed_BQK, key_K, -1), scores_BQK.shape)
-            return _merge(*best, scores_BQK, ids_BQK, num_best)
+            return _merge(best[0], best[1], scores_BQK, ids_BQK, num_best)
 
         shape = (*index_q_BQJC.shape[:2], 0)
         inside = jnp.promote_types(index_q_BQJC.dtype, jnp.float32)
-        best = add_tile(0, (jnp.zeros(shape, inside), jnp.zeros(shape, jnp.int32)))
+        best: Any = add_tile(0, (jnp.zeros(shape, inside), jnp.zeros(shape, jnp.int32)))
         if num_tiles > 1:
             best = tuple(jnp.pad(array, ((0, 0), (0, 0), (0, num_best - array.shape[2])), constant_values=fill)
                          for array, fill in zip(best, (-jnp.inf, -1), strict=True))
