@@ -39,9 +39,16 @@ def train(console: Console, path: str, overrides: list[str]) -> int:
     from moejax.config.load import load_config
 
     config = load_config(path, overrides)
-    from moejax.stages.pretrain import run
+    import jax
 
-    outcome = run(config, console)
+    from moejax.stages.pretrain import USER_ERRORS, run
+
+    try:
+        outcome = run(config, console)
+    except USER_ERRORS as error:
+        if jax.process_count() > 1:
+            raise  # the others must see this process fail, or they wait for it
+        raise ConfigError(str(error)) from error
     if not outcome.finished or outcome.baseline_nats is None or outcome.heldout_nats < outcome.baseline_nats:
         return 0
     console.print(f"[bold red]the model did not learn more than counting does:[/] {outcome.heldout_nats:.4f} against {outcome.baseline_nats:.4f} nats")

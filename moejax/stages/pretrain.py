@@ -12,13 +12,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from moejax.checkpoint.layout import LayoutError
 from moejax.checkpoint.stop import StopSignal
-from moejax.checkpoint.store import Checkpointer
+from moejax.checkpoint.store import Checkpointer, MissingCheckpointError
 from moejax.config.errors import ConfigError
 from moejax.config.load import to_json
 from moejax.config.run import Plan, RunConfig, resolve
-from moejax.data.loader import Loader
+from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import fit_baseline
+from moejax.data.sources import DataError
 from moejax.model import language_model
 from moejax.model.counting import train_flops_per_token
 from moejax.model.objective import switches_for
@@ -39,6 +41,10 @@ from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.state import TrainState, init_state, state_shapes, state_shardings
 from moejax.train.step import train_step
+
+
+USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, FileExistsError)
+"""What the person who started the run can mend: the message is enough."""
 
 
 class DivergedError(RuntimeError):
