@@ -111,7 +111,7 @@ class TrainConfig:
     debug: bool = False
     """Check the segments' checksum, and name the first layer with a non-finite value. Slower."""
     deterministic: bool = False
-    """Ask XLA for deterministic kernels."""
+    """Ask XLA for deterministic kernels on GPUs; CPU programs are deterministic as they are."""
     max_skipped: int = 100
     """Non-finite steps in a row after which the run gives up; each is skipped and counted."""
 

@@ -68,4 +68,4 @@ def _compensate(probs_TK, slot_TK):
     """Scales the weights of the rows that were kept so that each token's sum stays what it was; all dropped: 0."""
     kept_TK = jnp.where(slot_TK >= 0, probs_TK, 0)
     total_T1, kept_T1 = probs_TK.sum(-1, keepdims=True), kept_TK.sum(-1, keepdims=True)
-    return jnp.where(kept_T1 > 0, kept_TK * total_T1 / jnp.where(kept_T1 > 0, kept_T1, 1), 0)
+    return kept_TK * jnp.where(kept_T1 > 0, total_T1 / jnp.where(kept_T1 > 0, kept_T1, 1), 0)  # exactly 1 where nothing was dropped

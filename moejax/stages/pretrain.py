@@ -19,7 +19,7 @@ from moejax.config.errors import ConfigError
 from moejax.config.load import to_json
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
-from moejax.data.markov import fit_baseline
+from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
 from moejax.model import language_model
 from moejax.model.counting import train_flops_per_token
@@ -41,7 +41,6 @@ from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.state import TrainState, init_state, state_shapes, state_shardings
 from moejax.train.step import train_step
-
 
 USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, FileExistsError)
 """What the person who started the run can mend: the message is enough."""
@@ -68,8 +67,6 @@ def prepare(config: RunConfig) -> Plan:
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     initialize(config.processes)
-    if config.train.deterministic:
-        jax.config.update("jax_default_matmul_precision", "highest")
     return resolve(config, jax.device_count())
 
 
@@ -141,9 +138,14 @@ class Run:
             batch.segments.verify()
         return place_batch(batch, self.mesh, accumulation=self.config.train.accumulation)
 
+    @functools.cached_property
+    def markov(self) -> MarkovModel | None:
+        """Order-2 byte Markov model of the training split; None without a byte tokenizer."""
+        return fit_baseline(self.config.data) if self.config.data.tokenizer == "bytes" else None
+
     def evaluate(self, params: dict) -> tuple[float, float | None]:
         """Held-out loss in nats per target, and the Markov model's on the same targets (None without a byte tokenizer)."""
-        markov = fit_baseline(self.config.data) if self.config.data.tokenizer == "bytes" else None
+        markov = self.markov
         sums = np.zeros(3)
         with contextlib.closing(self.open("heldout")) as loader:
             for batch in itertools.islice(loader, self.config.train.eval_batches):
