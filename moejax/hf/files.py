@@ -23,8 +23,10 @@ class TensorFiles:
         else:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         absent = [name for name in names if not (folder / name).exists()]
-        if absent or not names:
-            raise CheckpointError(f"{folder}: {'files ' + ', '.join(absent) + ' are' if absent else 'no *.safetensors file is'} missing.")
+        if not names:
+            raise CheckpointError(f"{folder}: no *.safetensors file is there.")
+        if absent:
+            raise CheckpointError(f"{folder}: files {', '.join(absent)} are missing.")
         self._files = {name: safe_open(folder / name, framework="numpy") for name in names}
         self._file_of = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 (not a dict)
 

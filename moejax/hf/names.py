@@ -47,7 +47,8 @@ class Layout:
         natural = self.to_hub_shape(ours.shape)
         out = ours.reshape(math.prod(ours.shape[:self.inputs]), -1).T if self.inputs else ours
         if hub_shape is None or math.prod(hub_shape) == ours.size:
-            return out.reshape(hub_shape or natural)
+            # safetensors writes the bytes of a transposed view in their old order, without a word
+            return np.ascontiguousarray(out.reshape(natural if hub_shape is None else hub_shape))
         padded = np.zeros(hub_shape, ours.dtype)
         padded[:ours.size] = ours.reshape(-1)
         return padded
