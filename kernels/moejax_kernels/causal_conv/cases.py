@@ -1,0 +1,58 @@
+"""Inputs of causal_conv for tests, benchmarks and tuning."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from moejax_kernels.segments import Segments
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvCase:
+    """One shape. `documents`: lengths from left to right, the same in every row, a negative one for padding; None: no segments."""
+
+    name: str
+    rows: int
+    documents: tuple[int, ...] | None
+    width: int
+    length: int = 0
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row."""
+        return self.length or sum(map(abs, self.documents or ()))
+
+    def segments(self) -> Segments | None:
+        """Built on the host."""
+        if self.documents is None:
+            return None
+        ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(self.documents)])
+        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.tokens)))
+
+    def arrays(self, dtype, *, seed: int):
+        """x, weight and history."""
+        random = np.random.default_rng(seed)
+        shapes = (self.rows, self.tokens, self.width), (self.width, 4), (self.rows, 3, self.width)
+        return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
+
+
+SMALL = (
+    ConvCase("one_token", 1, (1,), 3),
+    ConvCase("no_segments", 2, None, 5, length=9),
+    ConvCase("shorter_than_the_taps", 2, (2,), 4),
+    ConvCase("short_documents", 2, (1, 2, 3, 1, 5, 1), 4),
+    ConvCase("padding", 2, (-2, 5, -1, 2, -4), 4),
+    ConvCase("history_and_padding", 1, (2, -3), 4),
+    ConvCase("nothing_but_padding", 1, (-5,), 4),
+)
+"""Awkward ones, for tests."""
+
+MEASURED = (
+    ConvCase("tiny_hybrid", 16, (200, 312), 384),
+    ConvCase("issue", 1, None, 1024, length=4096),
+)
+"""For benchmarks and tuning."""

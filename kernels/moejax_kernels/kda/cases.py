@@ -1,0 +1,4 @@
+"""Cases of kda."""
+
+from moejax_kernels.delta_cases import MEASURED as MEASURED
+from moejax_kernels.delta_cases import SMALL as SMALL
