@@ -19,7 +19,7 @@ from moejax.hf.files import TensorFiles, compare_keys
 from moejax.hf.names import Entry, entries
 from moejax.model import language_model
 from moejax.parallel.axes import ROWS, TOKENS
-from moejax.parallel.mesh import one_device_mesh
+from moejax.parallel.mesh import complete, one_device_mesh
 
 log = logging.getLogger("moejax")
 PREFIXES = (("model.", ""), ("model.language_model.", ""), ("language_model.model.", "language_model."))
@@ -96,7 +96,7 @@ def load_hf(path, dtype: Dtype = "float32", mesh: Mesh | None = None) -> HubMode
     Args:
       path: folder of the checkpoint.
       dtype: of activations: "float32", "bfloat16" (both with float32 weights), or "float64" (weights too; needs jax_enable_x64).
-      mesh: where the weights go, as made by parallel.mesh; None: the first device.
+      mesh: where the weights go, e.g. `jax.make_mesh((2, 4), ("fsdp", "expert"))`; axes it lacks have size 1. None: the first device.
 
     Raises:
       CheckpointError: an unsupported family or field, tensors of a kind that is not read yet (FP8, MXFP4, MTP), missing or unknown keys,
@@ -106,7 +106,7 @@ def load_hf(path, dtype: Dtype = "float32", mesh: Mesh | None = None) -> HubMode
     if dtype == "float64" and not jax.config.jax_enable_x64:
         raise ValueError("load_hf: dtype='float64' needs jax.config.update('jax_enable_x64', True) before.")
     config, family = read_config(folder, dtype)
-    mesh = mesh or one_device_mesh()
+    mesh = one_device_mesh() if mesh is None else complete(mesh)
     files = TensorFiles(folder)
     files.refuse_unreadable(config.num_layers)
     prefix, head_prefix = next((pair for pair in PREFIXES if f"{pair[0]}embed_tokens.weight" in files.keys), PREFIXES[0])

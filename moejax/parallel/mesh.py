@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from moejax.config.errors import require
 from moejax.config.mesh import AXES, MeshConfig
 
 
@@ -23,6 +24,19 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 def one_device_mesh(device=None) -> Mesh:
     """A mesh of one device, by default the first."""
     return make_mesh(MeshConfig(fsdp=1), [device or jax.local_devices()[0]])
+
+
+def complete(mesh: Mesh) -> Mesh:
+    """A mesh of the same devices that has all six axes, those it lacked with size 1, all of type Auto.
+
+    Raises:
+      ConfigError: it has an axis that moejax does not know, or one that is not built yet is longer than 1.
+    """
+    unknown = [axis for axis in mesh.axis_names if axis not in AXES]
+    require(not unknown, f"the mesh has axes {unknown}; known are {', '.join(AXES)}.")
+    config = MeshConfig(**{"fsdp": 1} | dict(mesh.shape))
+    order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+    return make_mesh(config, mesh.devices.transpose(order))
 
 
 def mesh_from(**sizes: int) -> Mesh:
