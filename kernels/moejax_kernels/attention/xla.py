@@ -63,7 +63,7 @@ def _grads(scale, window, saved, do_BLHM):
         key_K, allowed_BQK = _keys(query_Q, num_keys, ids_BQK, q_BLHC.shape[1], segments, window)
         k_BKGC, v_BKGM = _slice(k_BLGC, key_K), _slice(v_BLGM, key_K)
         q_BQGNC, do_BQGNM, delta_BQGN, log_total_BQGN = (_grouped(array, k_BLGC) for array in (q_BQHC, do_BQHM, delta_BQH, log_total_BQH))
-        as_column = lambda array_BQGN: array_BQGN.swapaxes(1, 2)[..., None]  # noqa: E731
+        as_column = lambda array_BQGN: array_BQGN.swapaxes(1, 2)[..., None]
         probs_BGQNK = jnp.exp(_scores(dot, q_BQHC, k_BKGC, allowed_BQK, scale) - as_column(log_total_BQGN))
         dprobs_BGQNK = dot("BQGNM,BKGM->BGQNK", do_BQGNM, v_BKGM)
         dscores_BGQNK = (scale * probs_BGQNK * (dprobs_BGQNK - as_column(delta_BQGN))).astype(q_BLHC.dtype)

@@ -1,0 +1,60 @@
+"""Inputs of attention for tests, benchmarks and tuning."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from moejax_kernels.segments import Segments
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One shape. `documents`: lengths from left to right, the same in every row, a negative one for padding."""
+
+    name: str
+    rows: int
+    documents: tuple[int, ...]
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    has_sinks: bool = False
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def length(self) -> int:
+        return sum(map(abs, self.documents))
+
+    def segments(self) -> Segments:
+        ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(self.documents)])
+        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.length)))
+
+    def arrays(self, dtype, *, seed: int):
+        """q, k, v, sinks or None, and a cotangent of the output."""
+        random = np.random.default_rng(seed)
+
+        def draw(*shape):
+            return jnp.asarray(random.standard_normal(shape), dtype)
+
+        at = (self.rows, self.length)
+        return (draw(*at, self.heads, self.key_dim), draw(*at, self.key_heads, self.key_dim), draw(*at, self.key_heads, self.value_dim),
+                draw(self.heads) if self.has_sinks else None, draw(*at, self.heads, self.value_dim))
+
+
+SMALL = (
+    AttentionCase("one_token", 1, (1,), 1, 1, 4, 4),
+    AttentionCase("grouped_heads_and_padding", 2, (1, 17, -3, 16, -2), 4, 2, 8, 12),
+    AttentionCase("window_and_sinks", 2, (5, 30, -1, 9), 4, 1, 8, 6, window=7, has_sinks=True),
+    AttentionCase("window_of_one", 1, (20, 3), 2, 2, 4, 4, window=1),
+    AttentionCase("window_beyond_length", 1, (20, 3), 2, 2, 4, 4, window=99),
+    AttentionCase("sinks", 1, (-2, 21), 2, 1, 4, 4, has_sinks=True),
+)
+MEASURED = (
+    AttentionCase("dense_4096", 1, (4096,), 8, 1, 64, 64),
+    AttentionCase("packed_512", 8, (100, 300, 112), 4, 1, 40, 32),
+    AttentionCase("window_4096", 1, (4096,), 8, 8, 64, 64, window=256),
+)
