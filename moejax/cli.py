@@ -51,7 +51,9 @@ def train(console: Console, path: str, overrides: list[str]) -> int:
         raise ConfigError(str(error)) from error
     if not outcome.finished or outcome.baseline_nats is None or outcome.heldout_nats < outcome.baseline_nats:
         return 0
-    console.print(f"[bold red]the model did not learn more than counting does:[/] {outcome.heldout_nats:.4f} against {outcome.baseline_nats:.4f} nats")
+    console.print(
+        f"[bold red]the model did not learn more than counting does:[/] {outcome.heldout_nats:.4f} against {outcome.baseline_nats:.4f} nats"
+    )
     return 1
 
 
@@ -82,7 +84,7 @@ def _take_devices(args: list[str]) -> tuple[int, list[str]]:
             given = value if equals else args[at + 1] if at + 1 < len(args) else ""
             if not given.isdigit() or not int(given):
                 raise ConfigError(f"--devices={given!r} must be a positive number.")
-            return int(given), args[:at] + args[at + (1 if equals else 2):]
+            return int(given), args[:at] + args[at + (1 if equals else 2) :]
     return 0, args
 
 

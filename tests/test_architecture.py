@@ -6,8 +6,18 @@ import sys
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
-ORDER = (("cli",), ("stages", "plan"), ("train",), ("lora",), ("checkpoint", "hf"), ("model",), ("moe",), ("losses", "optim", "memory"),
-         ("parallel", "data", "observe"), ("config",))
+ORDER = (
+    ("cli",),
+    ("stages", "plan"),
+    ("train",),
+    ("lora",),
+    ("checkpoint", "hf"),
+    ("model",),
+    ("moe",),
+    ("losses", "optim", "memory"),
+    ("parallel", "data", "observe"),
+    ("config",),
+)
 """Parts of moejax from top to bottom. A part imports itself and what lies below; parts of one level do not know each other."""
 LEVEL = {part: -level for level, parts in enumerate(ORDER) for part in parts}
 FACADE = ROOT / "moejax" / "__init__.py"  # hands out the public API, imported when it is first asked for
@@ -64,13 +74,21 @@ def test_kernels_know_nothing_of_moejax():
 
 def test_config_imports_the_standard_library_and_tyro_alone():
     allowed = sys.stdlib_module_names | {"moejax", "tyro"}
-    assert [f"{name(path)} imports {module}" for path in MOEJAX if part_of(path) == "config"
-            for module in imports(path) if module.split(".")[0] not in allowed] == []
+    assert [
+        f"{name(path)} imports {module}"
+        for path in MOEJAX
+        if part_of(path) == "config"
+        for module in imports(path)
+        if module.split(".")[0] not in allowed
+    ] == []
 
 
 def test_the_whole_run_config_is_named_at_the_top_alone():
     def words(path):
-        return {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)} | {module.split(".")[-1] for module in imports(path)}
+        return {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)} | {
+            module.split(".")[-1] for module in imports(path)
+        }
+
     low = [path for path in MOEJAX if part_of(path) not in ("cli", "stages", "plan", "config")]
     assert [name(path) for path in low if "RunConfig" in words(path)] == []
 
@@ -80,8 +98,12 @@ def test_files_have_at_most_400_lines():
 
 
 def test_functions_have_at_most_60_lines():
-    functions = ((path, node) for path, module in TREES.items() for node in ast.walk(module)
-                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        (path, node)
+        for path, module in TREES.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     assert [f"{name(path)}: {node.name}" for path, node in functions if node.end_lineno - node.lineno >= 60] == []
 
 
@@ -91,13 +113,22 @@ def test_no_file_has_a_name_that_says_nothing():
 
 
 def test_only_the_command_line_prints():
-    assert [f"{name(path)}, line {node.lineno}" for path in [*MOEJAX, *KERNELS] if path != ROOT / "moejax" / "cli.py"
-            for node in ast.walk(TREES[path]) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"] == []
+    assert [
+        f"{name(path)}, line {node.lineno}"
+        for path in [*MOEJAX, *KERNELS]
+        if path != ROOT / "moejax" / "cli.py"
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ] == []
 
 
 def test_files_and_public_definitions_of_moejax_say_what_they_are():
-    silent = [f"{name(path)}: {node.name}" for path in MOEJAX for node in TREES[path].body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-              and not node.name.startswith("_") and not ast.get_docstring(node)]
+    silent = [
+        f"{name(path)}: {node.name}"
+        for path in MOEJAX
+        for node in TREES[path].body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
     assert silent + [name(path) for path in MOEJAX + KERNELS if path.stat().st_size and not ast.get_docstring(TREES[path])] == []
 
 

@@ -15,7 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 def python(code: str, folder: pathlib.Path, **environment: str) -> str:
     """What a fresh interpreter prints in `folder`."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -54,7 +56,7 @@ def test_both_packages_are_installed_for_any_folder(tmp_path):
 def test_importing_moejax_and_loading_a_config_leave_jax_alone(tmp_path):
     code = f"""import sys, moejax
 from moejax.config.load import load_config
-load_config({str(ROOT / 'configs' / 'tiny_hybrid.py')!r})
+load_config({str(ROOT / "configs" / "tiny_hybrid.py")!r})
 print([name for name in ("jax", "flax", "numpy") if name in sys.modules])"""
     assert python(code, tmp_path) == "[]"
 
@@ -67,6 +69,7 @@ def test_no_module_called_kernels_is_ours(tmp_path):
 def test_load_hf_is_the_public_name():
     import moejax
     from moejax.hf.load import load_hf
+
     assert moejax.load_hf is load_hf
     with pytest.raises(AttributeError, match="no attribute 'load_hub'"):
         moejax.load_hub  # noqa: B018 (the access is what is tested)

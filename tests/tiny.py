@@ -32,8 +32,10 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 SIZES = {
     "gqa": {"gqa": GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8)},
     "mla": {"mla": MLAConfig(num_heads=2, kv_lora_rank=8, nope_dim=8, rope_dim=4, value_dim=8)},
-    "dsa": {"mla": MLAConfig(num_heads=2, q_lora_rank=8, kv_lora_rank=8, nope_dim=8, rope_dim=4, value_dim=8),
-            "indexer": IndexerConfig(num_heads=2, head_dim=8, topk=4, rotary_dim=4)},
+    "dsa": {
+        "mla": MLAConfig(num_heads=2, q_lora_rank=8, kv_lora_rank=8, nope_dim=8, rope_dim=4, value_dim=8),
+        "indexer": IndexerConfig(num_heads=2, head_dim=8, topk=4, rotary_dim=4),
+    },
     "dsa_shared": {},
     "gdn": {"gdn": GDNConfig(num_key_heads=1, num_heads=2, key_dim=8, value_dim=8)},
     "kda": {"kda": KDAConfig(num_heads=2, key_dim=8, value_dim=8)},
@@ -59,7 +61,7 @@ def batch(rows: int = 8, length: int = 16, *, vocab: int = 64, seed: int = 0) ->
     """Random tokens; up to three documents a row, the last two rows half and all padding."""
     rng = np.random.default_rng(seed)
     ids_BL = np.sort(rng.integers(0, 3, (rows, length)), 1)
-    ids_BL[-2, length // 2:] = -1
+    ids_BL[-2, length // 2 :] = -1
     ids_BL[-1] = -1
     return Batch.build(rng.integers(0, vocab, (rows, length)), ids_BL)
 
@@ -77,8 +79,10 @@ def _host_weights(config: ModelConfig, seed: int, x64: bool) -> dict:
 
 def weights(config: ModelConfig, seed: int = 0, *, bias: float = 0.0) -> dict:
     """Initial weights as numpy arrays, made on one device; `bias` spreads the routers' correction biases."""
+
     def spread(path, leaf):
         return np.random.default_rng(1).normal(0, bias, leaf.shape).astype(leaf.dtype) if path[-1].key == "bias_E" else np.array(leaf)
+
     return jax.tree_util.tree_map_with_path(spread, _host_weights(config, seed, jax.config.jax_enable_x64))
 
 
@@ -91,10 +95,13 @@ def lay(params: dict, config: ModelConfig, mesh) -> dict:
 def _gradients(config, losses, remat):
     def run(params, batches, coefs):
         return steps.gradients(config, dataclasses.replace(losses, **coefs), params, batches, switches_for(losses, remat=remat))
+
     return jax.jit(run, compiler_options=QUICK_TO_COMPILE)
 
 
-def gradients(config: ModelConfig, losses: LossConfig, params: dict, batch: Batch, *, accumulation: int = 1, remat: bool = False, **mesh_sizes):
+def gradients(
+    config: ModelConfig, losses: LossConfig, params: dict, batch: Batch, *, accumulation: int = 1, remat: bool = False, **mesh_sizes
+):
     """Loss, gradients and report of a global batch on a mesh, all on the host. Losses that differ by COEFS alone share one program."""
     mesh = mesh_from(**mesh_sizes)
     coefs = {name: getattr(losses, name) for name in COEFS}
@@ -136,21 +143,45 @@ class Trainer:
 
 
 @functools.cache
-def trainer(config: ModelConfig, losses: LossConfig = LossConfig(), optim: OptimConfig = SGD, *, accumulation: int = 1, train_only: str = "",
-            debug: bool = False, remat: bool = False, num_steps: int = 10, **mesh_sizes) -> Trainer:
+def trainer(
+    config: ModelConfig,
+    losses: LossConfig = LossConfig(),
+    optim: OptimConfig = SGD,
+    *,
+    accumulation: int = 1,
+    train_only: str = "",
+    debug: bool = False,
+    remat: bool = False,
+    num_steps: int = 10,
+    **mesh_sizes,
+) -> Trainer:
     """A run's step on a mesh, built as the main job builds it."""
     mesh, like = mesh_from(**mesh_sizes), language_model.shapes(config)
     optimizer = build(optim, steps=num_steps, params_like=like, train_only=train_only)
     trainable = jax.tree.map(lambda rule: rule.trainable, groups.assign(optim, like, train_only=train_only))
-    step = functools.partial(steps.train_step, config=config, losses=losses, optimizer=optimizer, clip_norm=optim.clip_norm,
-                             trainable=trainable, switches=switches_for(losses, debug=debug, remat=remat))
+    step = functools.partial(
+        steps.train_step,
+        config=config,
+        losses=losses,
+        optimizer=optimizer,
+        clip_norm=optim.clip_norm,
+        trainable=trainable,
+        switches=switches_for(losses, debug=debug, remat=remat),
+    )
     places = state_shardings(config, optimizer, mesh)
-    return Trainer(jax.jit(step, out_shardings=(places, None), compiler_options=QUICK_TO_COMPILE), init_state(config, optimizer, mesh, 0), mesh, accumulation)
+    return Trainer(
+        jax.jit(step, out_shardings=(places, None), compiler_options=QUICK_TO_COMPILE),
+        init_state(config, optimizer, mesh, 0),
+        mesh,
+        accumulation,
+    )
 
 
 def leaves(tree) -> dict[str, np.ndarray]:
     """Path -> array."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def worst(ours, theirs) -> tuple[float, str]:

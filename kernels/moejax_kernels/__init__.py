@@ -15,6 +15,19 @@ from moejax_kernels.segments import Segments
 from moejax_kernels.sparse_attention.api import sparse_attention
 
 __all__ = [
-    "Implementation", "RowPlan", "Segments", "UnsupportedError", "attention", "causal_conv", "gated_activation", "gated_delta",
-    "grouped_matmul", "index_kl", "index_topk", "kda", "permute", "sparse_attention", "unpermute",
+    "Implementation",
+    "RowPlan",
+    "Segments",
+    "UnsupportedError",
+    "attention",
+    "causal_conv",
+    "gated_activation",
+    "gated_delta",
+    "grouped_matmul",
+    "index_kl",
+    "index_topk",
+    "kda",
+    "permute",
+    "sparse_attention",
+    "unpermute",
 ]

@@ -65,12 +65,15 @@ def chunked(decays, q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, *, segments: Segme
         may stand at pairs of two documents or above the diagonal, as long as it is finite.
     """
     if segments is not None and segments.index_BL is not None:
-        raise UnsupportedError(f"{op}: implementation='xla' takes packed documents, not segments with parents. "
-                               f"Pass implementation='reference', or build the segments without parent.")
+        raise UnsupportedError(
+            f"{op}: implementation='xla' takes packed documents, not segments with parents. "
+            f"Pass implementation='reference', or build the segments without parent."
+        )
     (B, L), dtype = beta_BLH.shape[:2], v_BLHM.dtype
     num_chunks = -(-L // CHUNK)
     q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH, state_BHCM = delta_inputs.widen(
-        q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, initial_state_BHCM, scale=scale)
+        q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, initial_state_BHCM, scale=scale
+    )
     inputs = (q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH[..., None])
     if segments is not None:
         inputs = delta_inputs.clear_padding(segments, inputs)
@@ -128,6 +131,7 @@ def carry_state(w_tC, u_tM, k_tC, passing_C1, state_BHCM):
     Returns:
       written [N, B, H, t, M], the state after the last chunk, the state at the start of each chunk [N, B, H, C, M].
     """
+
     def step(state_CM, chunk):
         w_tC, u_tM, k_tC, passing_C1 = chunk
         written_tM = u_tM - w_tC @ state_CM

@@ -13,11 +13,18 @@ def check(op: str, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | Non
     B, L, G, C = q_BLGC.shape
     H, M = v_BLHM.shape[2:]
     if H % G:
-        raise ValueError(f"{op}: v has H={H} heads, no multiple of the G={G} heads of q and k; q {q_BLGC.shape}, v {v_BLHM.shape}. "
-                         f"Use a number of value heads that G divides.")
+        raise ValueError(
+            f"{op}: v has H={H} heads, no multiple of the G={G} heads of q and k; q {q_BLGC.shape}, v {v_BLHM.shape}. "
+            f"Use a number of value heads that G divides."
+        )
     g_shape = (B, L, H, C) if decay_per_channel else (B, L, H)
-    wanted = {"q_BLGC": (q_BLGC, (B, L, G, C)), "k_BLGC": (k_BLGC, (B, L, G, C)), "v_BLHM": (v_BLHM, (B, L, H, M)),
-              "g_BLHC" if decay_per_channel else "g_BLH": (g, g_shape), "beta_BLH": (beta_BLH, (B, L, H))}
+    wanted = {
+        "q_BLGC": (q_BLGC, (B, L, G, C)),
+        "k_BLGC": (k_BLGC, (B, L, G, C)),
+        "v_BLHM": (v_BLHM, (B, L, H, M)),
+        "g_BLHC" if decay_per_channel else "g_BLH": (g, g_shape),
+        "beta_BLH": (beta_BLH, (B, L, H)),
+    }
     if initial_state_BHCM is not None:
         wanted["initial_state_BHCM"] = (initial_state_BHCM, (B, H, C, M))
     for name, (array, shape) in wanted.items():

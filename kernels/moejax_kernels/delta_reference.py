@@ -13,7 +13,8 @@ def recurrence(q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, *, segments: Segments |
     dtype = v_BLHM.dtype
     segments = Segments.whole(B, L) if segments is None else segments
     q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH, state_BHCM = delta_inputs.widen(
-        q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, initial_state_BHCM, scale=scale)
+        q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, initial_state_BHCM, scale=scale
+    )
     inputs = delta_inputs.clear_padding(segments, (q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH))
     real_BL, previous_BL = jnp.asarray(segments.ids_BL) >= 0, jnp.asarray(segments.previous_BL)
     is_tree = segments.index_BL is not None

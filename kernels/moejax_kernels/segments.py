@@ -60,7 +60,7 @@ class Segments:
         num_rows, length = ids_BL.shape
         position_L = np.arange(length, dtype=np.int32)
         border_BL = np.ones_like(ids_BL, dtype=bool)
-        border_BL[:, 1:] = (ids_BL[:, 1:] != ids_BL[:, :-1])
+        border_BL[:, 1:] = ids_BL[:, 1:] != ids_BL[:, :-1]
         start_BL = border_BL | (ids_BL < 0)
         starts_BL = np.maximum.accumulate(np.where(start_BL, position_L, 0), axis=1)
         last_BL = np.ones_like(start_BL)
@@ -74,8 +74,16 @@ class Segments:
         if parent is not None:
             index_BL, ancestor_BUU, previous_BL = _tree(ids_BL, border_BL, ends_BL, previous_BL, parent)
         as_int32 = lambda array: None if array is None else np.ascontiguousarray(array, dtype=np.int32)
-        return cls(as_int32(ids_BL), as_int32(starts_BL), as_int32(ends_BL), as_int32(previous_BL), as_int32(cu_seqlens_BN),
-                   _checksum(ids_BL, previous_BL), as_int32(index_BL), ancestor_BUU)
+        return cls(
+            as_int32(ids_BL),
+            as_int32(starts_BL),
+            as_int32(ends_BL),
+            as_int32(previous_BL),
+            as_int32(cu_seqlens_BN),
+            _checksum(ids_BL, previous_BL),
+            as_int32(index_BL),
+            ancestor_BUU,
+        )
 
     @classmethod
     def whole(cls, num_rows: int, length: int) -> "Segments":
@@ -87,8 +95,10 @@ class Segments:
         ids_BL, previous_BL = np.asarray(self.ids_BL), np.asarray(self.previous_BL)
         wrong_rows = np.flatnonzero(_checksum(ids_BL, previous_BL) != np.asarray(self.checksum_B))
         if wrong_rows.size:
-            raise StaleSegmentsError(f"segments are stale: rows {wrong_rows.tolist()} carry ids that they were not built from. "
-                                     "Call Segments.build again after changing ids.")
+            raise StaleSegmentsError(
+                f"segments are stale: rows {wrong_rows.tolist()} carry ids that they were not built from. "
+                "Call Segments.build again after changing ids."
+            )
 
     def positions(self) -> np.ndarray:
         """Position of each token in its document, int32 [B, L], padding 0. Host arrays only."""
@@ -99,7 +109,7 @@ class Segments:
         for row, previous_L in enumerate(previous_BL):  # parents come earlier, so one pass from the left is enough
             for at in np.flatnonzero(starts_BL[row] == np.arange(previous_L.size)):
                 base = positions_BL[row, previous_L[at]] + 1 if previous_L[at] >= 0 else 0
-                positions_BL[row, at:max(np.asarray(self.ends_BL)[row, at], at + 1)] += base
+                positions_BL[row, at : max(np.asarray(self.ends_BL)[row, at], at + 1)] += base
         return positions_BL.astype(np.int32)
 
     def visible(self, query_Q, key_K):
@@ -114,7 +124,8 @@ class Segments:
         else:
             own_BQ, other_BK = take(self.index_BL, query_Q), take(self.index_BL, key_K)
             related_BQK = jax.vmap(lambda ancestor_UU, own_Q, other_K: ancestor_UU[own_Q][:, other_K])(
-                jnp.asarray(self.ancestor_BUU), own_BQ, other_BK)
+                jnp.asarray(self.ancestor_BUU), own_BQ, other_BK
+            )
         return causal_QK & real_BQK & related_BQK
 
 
@@ -149,7 +160,9 @@ def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent):
         for child in sorted(edges):
             above = edges[child]
             if child not in first or above not in first or above >= child:
-                raise ValueError(f"parent of segment {child} in row {row} is {above}: both must be in the row, the parent earlier. Row has {sorted(first)}.")
+                raise ValueError(
+                    f"parent of segment {child} in row {row} is {above}: both must be in the row, the parent earlier. Row has {sorted(first)}."
+                )
             own, other = index_BL[row, first[child]], index_BL[row, first[above]]
             ancestor_BUU[row, own] |= ancestor_BUU[row, other]
             previous_BL[row, first[child]] = ends_BL[row, first[above]] - 1

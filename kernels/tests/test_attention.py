@@ -74,8 +74,10 @@ def test_the_definitions_gradients_match_differences():
     with jax.enable_x64(True):
         case = cases.SMALL[2]
         q, k, v, sinks, cotangent = case.arrays("float64", seed=2)
-        loss = lambda *inputs: jnp.sum(cotangent * attention(*inputs[:3], scale=0.4, segments=case.segments(), window=case.window,
-                                                             sinks_H=inputs[3], implementation="reference"))
+        loss = lambda *inputs: jnp.sum(
+            cotangent
+            * attention(*inputs[:3], scale=0.4, segments=case.segments(), window=case.window, sinks_H=inputs[3], implementation="reference")
+        )
         check_grads(jax.jit(loss), (q, k, v, sinks), order=1, modes=["rev"], rtol=1e-6)
 
 
@@ -107,8 +109,8 @@ def test_packed_documents_equal_documents_alone(implementation):
     at = 0
     for length in case.documents:
         if length > 0:
-            alone = call(*(array[:, at:at + length] for array in (q, k, v)))
-            np.testing.assert_allclose(np.asarray(packed)[:, at:at + length], alone, rtol=0, atol=1e-6)
+            alone = call(*(array[:, at : at + length] for array in (q, k, v)))
+            np.testing.assert_allclose(np.asarray(packed)[:, at : at + length], alone, rtol=0, atol=1e-6)
         at += abs(length)
 
 
@@ -126,7 +128,7 @@ def test_a_tree_equals_its_documents_written_out(implementation, window):
     for leaf, path in paths.items():
         at = np.concatenate([np.flatnonzero(ids[0] == segment) for segment in path])
         written_out = call(q[:, at], k[:, at], v[:, at])
-        np.testing.assert_allclose(np.asarray(packed)[:, ids[0] == leaf], np.asarray(written_out)[:, -lengths[leaf]:], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(packed)[:, ids[0] == leaf], np.asarray(written_out)[:, -lengths[leaf] :], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 100])

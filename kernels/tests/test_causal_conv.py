@@ -21,8 +21,10 @@ IMPLEMENTATIONS = ["reference", "xla"]
 @functools.partial(jax.jit, static_argnames=("implementation", "activation"))
 def run(inputs, segments, cotangents, *, implementation, activation="silu"):
     """((y, history), gradients)."""
+
     def forward(x, weight, history):
         return causal_conv(x, weight, segments=segments, history_B3D=history, activation=activation, implementation=implementation)
+
     out, pull = jax.vjp(forward, *inputs)
     return out, pull(cotangents)
 
@@ -117,7 +119,7 @@ def test_a_tree_of_segments_equals_its_documents_written_out():
 def test_without_activation_it_is_the_plain_sum():
     x, weight, _ = cases.ConvCase("plain", 1, (5,), 2).arrays(jnp.float32, seed=5)
     padded = np.pad(np.asarray(x), ((0, 0), (3, 0), (0, 0)))
-    want = sum(padded[:, n:n + 5] * np.asarray(weight)[:, n] for n in range(4))
+    want = sum(padded[:, n : n + 5] * np.asarray(weight)[:, n] for n in range(4))
     for implementation in IMPLEMENTATIONS:
         np.testing.assert_allclose(causal_conv(x, weight, activation=None, implementation=implementation)[0], want, rtol=1e-5, atol=1e-6)
 

@@ -36,12 +36,15 @@ INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
 @functools.cache
 def compiled(variant: str, with_segments: bool = True):
     """Function of (inputs, segments, cotangents) to ((o, final_state), gradients)."""
+
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # compiles in half the time
     def run(inputs, segments, cotangents):
         def forward(q, k, v, g, beta, state):
             return VARIANTS[variant](q, k, v, g, beta, segments=segments if with_segments else None, initial_state_BHCM=state)
+
         out, pull = jax.vjp(forward, *inputs)
         return out, pull(cotangents)
+
     return run
 
 
@@ -146,13 +149,13 @@ def test_packed_documents_equal_the_same_documents_alone(variant):
         first, last = number == 0, number == 4
 
         def cut(x, start=start, length=length):  # the document, then padding: nothing new to compile
-            return jnp.pad(x[:, start:start + length], ((0, 0), (0, 196 - length), *((0, 0),) * (x.ndim - 2)), constant_values=1)
+            return jnp.pad(x[:, start : start + length], ((0, 0), (0, 196 - length), *((0, 0),) * (x.ndim - 2)), constant_values=1)
 
         alone = [cut(x) for x in inputs[:5]] + [inputs[5] * first]
         ids_BL = np.broadcast_to(np.where(np.arange(196) < length, 0, -1), (2, 196))
         (alone_o, alone_final), alone_grads = compiled(variant)(alone, Segments.build(ids_BL), (cut(cotangents[0]), cotangents[1] * last))
         for ours, theirs in zip((o, *grads[:5]), (alone_o, *alone_grads[:5]), strict=True):
-            assert rms(ours[:, start:start + length] - theirs[:, :length]) <= 2e-6 * rms(theirs)  # chunks begin elsewhere
+            assert rms(ours[:, start : start + length] - theirs[:, :length]) <= 2e-6 * rms(theirs)  # chunks begin elsewhere
         if first:
             assert rms(grads[5] - alone_grads[5]) <= 2e-6 * rms(grads[5])
         if last:
@@ -207,8 +210,11 @@ def walls(mild, *, every, wall):
     return np.where(np.arange(196) % every == 2, wall, mild)
 
 
-@pytest.mark.parametrize("g", [[-1e5], [0.0], [-5.0], walls(-0.01, every=30, wall=-2000.0), walls(-0.1, every=3, wall=-60.0)],
-                         ids=["minus_1e5", "none", "minus_5", "rare_walls", "many_walls"])
+@pytest.mark.parametrize(
+    "g",
+    [[-1e5], [0.0], [-5.0], walls(-0.01, every=30, wall=-2000.0), walls(-0.1, every=3, wall=-60.0)],
+    ids=["minus_1e5", "none", "minus_5", "rare_walls", "many_walls"],
+)
 @pytest.mark.parametrize("variant", ["kda_xla", "gdn_xla"])
 def test_any_decay_is_exact_to_float32_without_a_promise(variant, g):
     """A decay of hundreds of nats must cost no digits of the mild ones after it: exponents are never differences of large sums."""

@@ -40,8 +40,9 @@ def check(got, want, tolerance):
 
 
 @BOTH
-@pytest.mark.parametrize(("case", "dtype"), [*((case, "float64") for case in cases.SMALL), (cases.SMALL[4], "float32"),
-                                             (cases.SMALL[4], "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float64") for case in cases.SMALL), (cases.SMALL[4], "float32"), (cases.SMALL[4], "bfloat16")], ids=str
+)
 def test_values_and_gradients_match_loops(case, dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
         x_RD, w_EDF, group_sizes_E, dy_RF = case.arrays(dtype, seed=0)
@@ -82,11 +83,18 @@ def test_nan_in_padding_rows_reaches_nothing(implementation):
     case = cases.SMALL[4]
     x_RD, w_EDF, group_sizes_E, dy_RF = case.arrays("float32", seed=3)
     padding_R1 = jnp.arange(case.rows)[:, None] >= sum(case.sizes)
-    y_RF, dx_RD, dw_EDF = map(np.asarray, run(jnp.where(padding_R1, jnp.nan, x_RD), w_EDF, group_sizes_E,
-                                              jnp.where(padding_R1, jnp.nan, dy_RF) if implementation == "xla" else dy_RF,
-                                              implementation=implementation))
-    assert not y_RF[sum(case.sizes):].any()
-    assert not dx_RD[sum(case.sizes):].any()
+    y_RF, dx_RD, dw_EDF = map(
+        np.asarray,
+        run(
+            jnp.where(padding_R1, jnp.nan, x_RD),
+            w_EDF,
+            group_sizes_E,
+            jnp.where(padding_R1, jnp.nan, dy_RF) if implementation == "xla" else dy_RF,
+            implementation=implementation,
+        ),
+    )
+    assert not y_RF[sum(case.sizes) :].any()
+    assert not dx_RD[sum(case.sizes) :].any()
     assert np.isfinite(dw_EDF).all()
     assert not dw_EDF[case.sizes.index(0)].any()
 
@@ -97,8 +105,13 @@ def test_each_device_of_a_mesh_has_its_own_groups_and_a_shared_weight_sums_gradi
     sizes = np.array([[3, 0, 2], [0, 0, 0], [0, 8, 0], [1, 1, 1]])
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     x_RD, w_EDF, _, dy_RF = cases.GroupedCase("split", 32, 4, 6, (0, 0, 0)).arrays("float32", seed=4)
-    split = jax.shard_map(functools.partial(grouped_matmul, implementation="xla"), mesh=mesh, in_specs=(P("data"), P(), P("data")),
-                          out_specs=P("data"), check_vma=check_vma)
+    split = jax.shard_map(
+        functools.partial(grouped_matmul, implementation="xla"),
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
 
     @jax.jit
     def value_and_gradients(x_RD, w_EDF, dy_RF):
@@ -106,9 +119,12 @@ def test_each_device_of_a_mesh_has_its_own_groups_and_a_shared_weight_sums_gradi
         return y_RF, *transpose(dy_RF)
 
     got = value_and_gradients(x_RD, w_EDF, dy_RF)
-    parts = [loops(x_RD[8 * d:8 * d + 8], w_EDF, sizes[d], dy_RF[8 * d:8 * d + 8]) for d in range(4)]
-    check(got, (np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]),
-                sum(part[2] for part in parts)), TOLERANCE["float32"])
+    parts = [loops(x_RD[8 * d : 8 * d + 8], w_EDF, sizes[d], dy_RF[8 * d : 8 * d + 8]) for d in range(4)]
+    check(
+        got,
+        (np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), sum(part[2] for part in parts)),
+        TOLERANCE["float32"],
+    )
 
 
 def test_temporaries_do_not_grow_with_the_number_of_groups():

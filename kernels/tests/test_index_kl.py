@@ -13,6 +13,9 @@ from moejax_kernels.index_topk import index_topk
 from moejax_kernels.segments import Segments
 
 BOTH = pytest.mark.parametrize("implementation", ["reference", "xla"])
+GOLDEN_CASES = pytest.mark.parametrize(
+    ("name", "dtype"), [("gqa", "float64"), ("mqa", "float64"), ("topk_over_length", "float64"), ("gqa", "float32")]
+)
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
 jitted_topk = jax.jit(index_topk, static_argnames=("topk", "implementation"))
 NAMES = ("q", "k", "index_q", "index_k", "index_w")
@@ -41,15 +44,14 @@ def choose(case, arrays, segments):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", ["gqa", "mqa", "topk_over_length"])
+@GOLDEN_CASES
 def test_loss_and_gradients_are_golden(name, dtype, implementation):
     """The file with topk over length chooses all visible keys: it is also the warm-up's, without ids."""
     golden = np.load(GOLDEN / f"sparse_{name}.npz")
     segments = Segments.build(golden["segment_ids"].astype(np.int32))
     ids = None
     if name != "topk_over_length":
-        order = np.argsort(~golden["selected"], axis=2, kind="stable")[:, :, :int(golden["topk"])]
+        order = np.argsort(~golden["selected"], axis=2, kind="stable")[:, :, : int(golden["topk"])]
         ids = np.where(np.take_along_axis(golden["selected"], order, 2), order, -1).astype(np.int32)
     with jax.enable_x64(dtype == "float64"):
         arrays = {key: jnp.asarray(golden[key], dtype) for key in NAMES}
@@ -75,8 +77,10 @@ def test_another_document_and_padding_have_exactly_no_influence(warm_up, impleme
     arrays, other = ({name: np.asarray(array) for name, array in case.arrays("float32", seed=seed).items()} for seed in (0, 1))
     changed = {name: np.concatenate([3 * other[name][:, :second], arrays[name][:, second:]], axis=1) for name in NAMES}
     cotangent_BL = (np.arange(case.length) >= second) * np.ones((case.rows, 1), np.float32)
-    before, after = (run(inputs, None if warm_up else choose(case, inputs, segments), cotangent_BL, segments, implementation)
-                     for inputs in (arrays, changed))
+    before, after = (
+        run(inputs, None if warm_up else choose(case, inputs, segments), cotangent_BL, segments, implementation)
+        for inputs in (arrays, changed)
+    )
     for ours, theirs in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(ours)[:, second:], np.asarray(theirs)[:, second:])
     for gradient in after[1:]:

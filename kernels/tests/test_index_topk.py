@@ -11,6 +11,9 @@ from moejax_kernels.index_topk import cases, index_topk, xla
 from moejax_kernels.segments import Segments
 
 BOTH = pytest.mark.parametrize("implementation", ["reference", "xla"])
+GOLDEN_CASES = pytest.mark.parametrize(
+    ("name", "dtype"), [("gqa", "float64"), ("mqa", "float64"), ("topk_over_length", "float64"), ("gqa", "float32")]
+)
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
 run = jax.jit(index_topk, static_argnames=("topk", "implementation"))
 
@@ -42,8 +45,7 @@ def sorted_choice(index_q, index_k, index_w, allowed_BLS, topk):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", ["gqa", "mqa", "topk_over_length"])
+@GOLDEN_CASES
 def test_the_golden_keys_are_chosen(name, dtype, implementation):
     golden = np.load(GOLDEN / f"sparse_{name}.npz")
     with jax.enable_x64(dtype == "float64"):
@@ -77,7 +79,9 @@ def test_pools_become_visible_with_their_last_token_and_only_in_their_document(i
     end_document_S = np.where(key_end_BS[0] < 0, -2, ids_L[key_end_BS[0]])
     allowed_LS = (key_end_BS >= 0) & (key_end_BS <= at_L[:, None]) & (ids_L[:, None] >= 0) & (ids_L[:, None] == end_document_S)
     with jax.enable_x64(True):
-        got = run(index_q, index_k, index_w, topk=5, segments=Segments.build(ids_L[None]), key_end_BS=key_end_BS, implementation=implementation)
+        got = run(
+            index_q, index_k, index_w, topk=5, segments=Segments.build(ids_L[None]), key_end_BS=key_end_BS, implementation=implementation
+        )
     np.testing.assert_array_equal(got, sorted_choice(index_q, index_k, index_w, allowed_LS[None], 5))
 
 
@@ -90,8 +94,15 @@ def test_a_tree_chooses_among_the_keys_of_its_ancestors(implementation):
     with jax.enable_x64(True):
         segments = Segments.build(ids_L[None], parent=parent)
         got = run(index_q, index_k, index_w, topk=9, segments=segments, implementation=implementation)
-        own_ends = run(index_q, index_k, index_w, topk=9, segments=segments, key_end_BS=np.arange(150, dtype=np.int32)[None],
-                       implementation=implementation)
+        own_ends = run(
+            index_q,
+            index_k,
+            index_w,
+            topk=9,
+            segments=segments,
+            key_end_BS=np.arange(150, dtype=np.int32)[None],
+            implementation=implementation,
+        )
     np.testing.assert_array_equal(got, sorted_choice(index_q, index_k, index_w, (np.tri(150, dtype=bool) & related_LL)[None], 9))
     np.testing.assert_array_equal(got, own_ends)
 
@@ -102,10 +113,13 @@ def test_another_document_has_exactly_no_influence(case, implementation):
     arrays, other = case.arrays("float32", seed=3), case.arrays("float32", seed=4)
     second = sum(map(abs, case.documents[:2]))
     index = [np.asarray(arrays[name]) for name in ("index_q", "index_k", "index_w")]
-    changed = [np.concatenate([50 * np.asarray(other[name])[:, :second], old[:, second:]], axis=1)
-               for name, old in zip(("index_q", "index_k", "index_w"), index, strict=True)]
-    before, after = (np.asarray(run(*inputs, topk=case.topk, segments=case.segments(), implementation=implementation))
-                     for inputs in (index, changed))
+    changed = [
+        np.concatenate([50 * np.asarray(other[name])[:, :second], old[:, second:]], axis=1)
+        for name, old in zip(("index_q", "index_k", "index_w"), index, strict=True)
+    ]
+    before, after = (
+        np.asarray(run(*inputs, topk=case.topk, segments=case.segments(), implementation=implementation)) for inputs in (index, changed)
+    )
     np.testing.assert_array_equal(before[:, second:], after[:, second:])
     assert (before[:, second:] == -1).any()
 

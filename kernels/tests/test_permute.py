@@ -59,8 +59,10 @@ def test_no_pass_scatters_floats():
     """The transpose of a gather would be one; the plan knows the way back."""
     case = cases.SMALL[0]
     plan, (x_TD, y_RD, probs_TK) = case.plan(seed=4), case.arrays("float32", seed=5)
-    loss = lambda x, y, probs: (jnp.sum(permute(x, plan, implementation="xla") * y),
-                                jnp.sum(unpermute(y, plan, probs, implementation="xla") * x))
+    loss = lambda x, y, probs: (
+        jnp.sum(permute(x, plan, implementation="xla") * y),
+        jnp.sum(unpermute(y, plan, probs, implementation="xla") * x),
+    )
     text = jax.jit(jax.grad(lambda *arrays: sum(loss(*arrays)), argnums=(0, 1, 2))).lower(x_TD, y_RD, probs_TK).as_text()
     assert "gather" in text
     assert "scatter" not in text

@@ -47,5 +47,9 @@ def check(stored: Layout, wanted: Layout, *, where: str, limit: int = 8) -> None
         if theirs != ours:
             differences.append(f"{path}: stored {theirs}, the run has {ours}")
     more = f"\n  and {len(differences) - limit} more" if len(differences) > limit else ""
-    raise LayoutError(f"The checkpoint {where} has another layout than this run, nothing was read:\n  " + "\n  ".join(differences[:limit])
-                      + more + "\nStart with the config it was written with (config.json in its run's folder), or give the run another --name to start afresh.")
+    raise LayoutError(
+        f"The checkpoint {where} has another layout than this run, nothing was read:\n  "
+        + "\n  ".join(differences[:limit])
+        + more
+        + "\nStart with the config it was written with (config.json in its run's folder), or give the run another --name to start afresh."
+    )

@@ -56,7 +56,9 @@ class StopSignal:
         self._deadline.start()
 
     def _give_up(self) -> None:
-        sys.stderr.write(f"moejax: SIGTERM came {self._timeout_s:.0f} s ago and the run has not saved yet (checkpoint.term_timeout_s); "
-                         "it ends now, and the newest checkpoint on disk is what a restart finds.\n")
+        sys.stderr.write(
+            f"moejax: SIGTERM came {self._timeout_s:.0f} s ago and the run has not saved yet (checkpoint.term_timeout_s); "
+            "it ends now, and the newest checkpoint on disk is what a restart finds.\n"
+        )
         sys.stderr.flush()
         os._exit(EXIT_TERM_TIMEOUT)

@@ -38,8 +38,10 @@ class Checkpointer:
         self.optimizer = optimizer
         self.every = every
         self._manager = ocp.CheckpointManager(
-            self.folder, item_handlers={name: handler() for name, handler in ITEMS.items()},
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
+            self.folder,
+            item_handlers={name: handler() for name, handler in ITEMS.items()},
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+        )
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of those after which a checkpoint is kept."""
@@ -88,8 +90,10 @@ class Checkpointer:
             raise MissingCheckpointError(f"There is no checkpoint {path}; {_there(path)}.")
         start = -1 if path is None or not path.name.isdigit() else int(path.name)
         if newest is not None and newest > start:
-            raise FileExistsError(f"checkpoint.resume={resume!r}, but {self.folder} holds step {newest} of an earlier run. "
-                                  "Give the run another --name, remove that folder, or resume with 'auto'.")
+            raise FileExistsError(
+                f"checkpoint.resume={resume!r}, but {self.folder} holds step {newest} of an earlier run. "
+                "Give the run another --name, remove that folder, or resume with 'auto'."
+            )
         return path
 
     def restore(self, which: int | str | Path, *, like: Any) -> tuple[Any, dict[str, Any]]:

@@ -20,8 +20,10 @@ class SourceConfig:
     """Share of this source in the mixture, relative to the others; > 0."""
 
     def __post_init__(self):
-        require((self.kind == "stdlib") == (not self.path), f"data.sources: kind={self.kind!r} with path={self.path!r}; "
-                "stdlib takes no path, the others need one.")
+        require(
+            (self.kind == "stdlib") == (not self.path),
+            f"data.sources: kind={self.kind!r} with path={self.path!r}; stdlib takes no path, the others need one.",
+        )
         require(self.weight > 0, f"data.sources: weight={self.weight} must be > 0.")
 
 

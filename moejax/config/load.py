@@ -205,8 +205,10 @@ def _check_types(config: Any, prefix: str = "") -> None:
             _check_types(value, f"{prefix}{name}.")
         elif _is_group_tuple(kind):
             entry_kind = typing.get_args(kind)[0]
-            require(isinstance(value, tuple) and all(isinstance(entry, entry_kind) for entry in value),
-                    f"{prefix}{name}={value!r} is no tuple of {entry_kind.__name__}.")
+            require(
+                isinstance(value, tuple) and all(isinstance(entry, entry_kind) for entry in value),
+                f"{prefix}{name}={value!r} is no tuple of {entry_kind.__name__}.",
+            )
             for index, entry in enumerate(value):
                 _check_types(entry, f"{prefix}{name}.{index}.")
         else:

@@ -47,8 +47,10 @@ class MeshConfig:
             require(num_devices % fixed == 0, f"mesh: {_spell(sizes)} needs a multiple of {fixed} devices, but there are {num_devices}.")
             sizes[free[0]] = num_devices // fixed
         elif fixed != num_devices:
-            raise ConfigError(f"mesh: {_spell(sizes)} needs {fixed} devices, but there are {num_devices}. Change a size so that "
-                              f"the product is {num_devices}, set one axis to -1, or pretend devices with mesh.simulate_devices.")
+            raise ConfigError(
+                f"mesh: {_spell(sizes)} needs {fixed} devices, but there are {num_devices}. Change a size so that "
+                f"the product is {num_devices}, set one axis to -1, or pretend devices with mesh.simulate_devices."
+            )
         return dataclasses.replace(self, **sizes)
 
     def sizes(self) -> dict[str, int]:
@@ -75,9 +77,13 @@ class ProcessConfig:
 
     def __post_init__(self):
         given = (bool(self.coordinator), self.num_processes > 0, self.process_id >= 0)
-        require(all(given) or not any(given),
-                f"processes.coordinator={self.coordinator!r}, num_processes={self.num_processes}, process_id={self.process_id}: "
-                "give all three or none.")
-        require(self.process_id < max(self.num_processes, 1),
-                f"processes.process_id={self.process_id} must be below processes.num_processes={self.num_processes}.")
+        require(
+            all(given) or not any(given),
+            f"processes.coordinator={self.coordinator!r}, num_processes={self.num_processes}, process_id={self.process_id}: "
+            "give all three or none.",
+        )
+        require(
+            self.process_id < max(self.num_processes, 1),
+            f"processes.process_id={self.process_id} must be below processes.num_processes={self.num_processes}.",
+        )
         require(self.timeout_s >= 10, f"processes.timeout_s={self.timeout_s} must be at least 10.")

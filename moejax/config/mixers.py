@@ -56,10 +56,14 @@ class GQAConfig:
     """Rotation of q and k."""
 
     def __post_init__(self):
-        require(self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
-                f"gqa.num_kv_heads={self.num_kv_heads} must divide gqa.num_heads={self.num_heads}.")
-        require(0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
-                f"gqa.rotary_dim={self.rotary_dim} must be even and at most gqa.head_dim={self.head_dim}.")
+        require(
+            self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
+            f"gqa.num_kv_heads={self.num_kv_heads} must divide gqa.num_heads={self.num_heads}.",
+        )
+        require(
+            0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+            f"gqa.rotary_dim={self.rotary_dim} must be even and at most gqa.head_dim={self.head_dim}.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +111,10 @@ class IndexerConfig:
 
     def __post_init__(self):
         require(self.pool >= 1 and self.topk % self.pool == 0, f"indexer.pool={self.pool} must divide indexer.topk={self.topk}.")
-        require(0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
-                f"indexer.rotary_dim={self.rotary_dim} must be even and at most indexer.head_dim={self.head_dim}.")
+        require(
+            0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+            f"indexer.rotary_dim={self.rotary_dim} must be even and at most indexer.head_dim={self.head_dim}.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +131,10 @@ class GDNConfig:
     """Value channels per head (M)."""
 
     def __post_init__(self):
-        require(self.num_key_heads > 0 and self.num_heads % self.num_key_heads == 0,
-                f"gdn.num_key_heads={self.num_key_heads} must divide gdn.num_heads={self.num_heads}.")
+        require(
+            self.num_key_heads > 0 and self.num_heads % self.num_key_heads == 0,
+            f"gdn.num_key_heads={self.num_key_heads} must divide gdn.num_heads={self.num_heads}.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,5 +158,7 @@ class KDAConfig:
 
     def __post_init__(self):
         require(-5 <= self.lower_bound < 0, f"kda.lower_bound={self.lower_bound} must lie in [-5, 0): the chunked form relies on it.")
-        require(self.num_heads % (self.num_key_heads or self.num_heads) == 0,
-                f"kda.num_key_heads={self.num_key_heads} must divide kda.num_heads={self.num_heads}.")
+        require(
+            self.num_heads % (self.num_key_heads or self.num_heads) == 0,
+            f"kda.num_key_heads={self.num_key_heads} must divide kda.num_heads={self.num_heads}.",
+        )

@@ -43,8 +43,10 @@ class RouterConfig:
     """Factor on the weights of the routed experts."""
 
     def __post_init__(self):
-        require(1 <= self.groups_kept <= self.num_groups,
-                f"moe.router.groups_kept={self.groups_kept} must lie between 1 and moe.router.num_groups={self.num_groups}.")
+        require(
+            1 <= self.groups_kept <= self.num_groups,
+            f"moe.router.groups_kept={self.groups_kept} must lie between 1 and moe.router.num_groups={self.num_groups}.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +73,19 @@ class MoEConfig:
     """The choice of experts."""
 
     def __post_init__(self):
-        require(0 < self.experts_per_token <= self.num_experts,
-                f"moe.experts_per_token={self.experts_per_token} must lie between 1 and moe.num_experts={self.num_experts}.")
+        require(
+            0 < self.experts_per_token <= self.num_experts,
+            f"moe.experts_per_token={self.experts_per_token} must lie between 1 and moe.num_experts={self.num_experts}.",
+        )
         require(self.capacity_factor >= 0, f"moe.capacity_factor={self.capacity_factor} must be 0 (dropless) or positive.")
         groups = self.router.num_groups
         require(self.num_experts % groups == 0, f"moe.router.num_groups={groups} must divide moe.num_experts={self.num_experts}.")
         open_experts = self.num_experts // groups * self.router.groups_kept
-        require(self.experts_per_token <= open_experts,
-                f"moe.experts_per_token={self.experts_per_token} is more than the {open_experts} experts of moe.router.groups_kept="
-                f"{self.router.groups_kept} groups.")
+        require(
+            self.experts_per_token <= open_experts,
+            f"moe.experts_per_token={self.experts_per_token} is more than the {open_experts} experts of moe.router.groups_kept="
+            f"{self.router.groups_kept} groups.",
+        )
         require(groups == 1 or self.num_experts // groups >= 2, f"moe.router.num_groups={groups} leaves fewer than two experts a group.")
 
 
@@ -100,8 +106,10 @@ class ResidualConfig:
 
     def __post_init__(self):
         require(self.block_size >= 1, f"residual.block_size={self.block_size} must be >= 1.")
-        require(self.num_streams >= 1 and self.sinkhorn_iters >= 1,
-                f"residual.num_streams={self.num_streams} and residual.sinkhorn_iters={self.sinkhorn_iters} must be >= 1.")
+        require(
+            self.num_streams >= 1 and self.sinkhorn_iters >= 1,
+            f"residual.num_streams={self.num_streams} and residual.sinkhorn_iters={self.sinkhorn_iters} must be >= 1.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +171,16 @@ class ModelConfig:
         for field, names, legal in (("mixers", self.mixers, MIXERS), ("feed_forwards", self.feed_forwards, FEED_FORWARDS)):
             unknown = [name for name in names if name not in legal]
             require(bool(names) and not unknown, f"model.{field}={names} has {unknown or 'no entry'}; legal are {', '.join(legal)}.")
-            require(len(names) <= self.num_layers,
-                    f"model.{field} names {len(names)} layers, more than model.num_layers={self.num_layers}.")
-        require(0 <= self.num_dense_layers <= self.num_layers,
-                f"model.num_dense_layers={self.num_dense_layers} must lie between 0 and model.num_layers={self.num_layers}.")
+            require(
+                len(names) <= self.num_layers, f"model.{field} names {len(names)} layers, more than model.num_layers={self.num_layers}."
+            )
+        require(
+            0 <= self.num_dense_layers <= self.num_layers,
+            f"model.num_dense_layers={self.num_dense_layers} must lie between 0 and model.num_layers={self.num_layers}.",
+        )
         kinds = [layer.mixer for layer in self.layers()]
         if "dsa_shared" in kinds:
-            require("dsa" in kinds[:kinds.index("dsa_shared")], "model.mixers: a dsa_shared layer needs a dsa layer before it.")
+            require("dsa" in kinds[: kinds.index("dsa_shared")], "model.mixers: a dsa_shared layer needs a dsa layer before it.")
         if "dsa" in kinds and self.indexer.base == "mla":
             require(self.mla.q_lora_rank > 0, "model.mla.q_lora_rank=0: the indexer of dsa reads the query latent; set it above 0.")
         self._refuse_unused({layer.feed_forward for layer in self.layers()} | set(kinds))
@@ -179,20 +190,28 @@ class ModelConfig:
         needed = {
             "gqa": "gqa" in used or (sparse and self.indexer.base == "gqa"),
             "mla": "mla" in used or (sparse and self.indexer.base == "mla"),
-            "indexer": sparse, "gdn": "gdn" in used, "kda": "kda" in used, "moe": "moe" in used,
+            "indexer": sparse,
+            "gdn": "gdn" in used,
+            "kda": "kda" in used,
+            "moe": "moe" in used,
         }
         for name, wanted in needed.items():
             field = type(self).__dataclass_fields__[name]
             if not wanted and getattr(self, name) != field.default:
-                raise ConfigError(f"model.{name} is set, but no layer uses it: model.mixers={self.mixers}, "
-                                  f"model.feed_forwards={self.feed_forwards}. Leave it out, or add such a layer.")
+                raise ConfigError(
+                    f"model.{name} is set, but no layer uses it: model.mixers={self.mixers}, "
+                    f"model.feed_forwards={self.feed_forwards}. Leave it out, or add such a layer."
+                )
 
     def layers(self) -> tuple["LayerKind", ...]:
         """The kinds of all layers, from first to last."""
         return tuple(
-            LayerKind(mixer=self.mixers[i % len(self.mixers)],
-                      feed_forward="dense" if i < self.num_dense_layers else self.feed_forwards[i % len(self.feed_forwards)])
-            for i in range(self.num_layers))
+            LayerKind(
+                mixer=self.mixers[i % len(self.mixers)],
+                feed_forward="dense" if i < self.num_dense_layers else self.feed_forwards[i % len(self.feed_forwards)],
+            )
+            for i in range(self.num_layers)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,10 +257,12 @@ def plan_layers(kinds: tuple[LayerKind, ...], *, multiple: int = 1) -> LayerPlan
     for head in range(0, total, multiple):
         for period in range(multiple, (total - head) // 2 + 1, multiple):
             units = 1
-            while kinds[head + units * period:head + (units + 1) * period] == kinds[head:head + period]:
+            while kinds[head + units * period : head + (units + 1) * period] == kinds[head : head + period]:
                 units += 1
             tail = total - head - units * period
             if units >= 2 and head + period + tail < cost:
                 cost = head + period + tail
-                best = LayerPlan(head=kinds[:head], unit=kinds[head:head + period], num_units=units, tail=kinds[total - tail:] if tail else ())
+                best = LayerPlan(
+                    head=kinds[:head], unit=kinds[head : head + period], num_units=units, tail=kinds[total - tail :] if tail else ()
+                )
     return best

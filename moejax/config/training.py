@@ -53,8 +53,10 @@ class OptimConfig:
     """Exceptions."""
 
     def __post_init__(self):
-        require(self.learning_rate >= 0 and self.muon_learning_rate >= 0,
-                f"optim.learning_rate={self.learning_rate} and muon_learning_rate={self.muon_learning_rate} must be >= 0.")
+        require(
+            self.learning_rate >= 0 and self.muon_learning_rate >= 0,
+            f"optim.learning_rate={self.learning_rate} and muon_learning_rate={self.muon_learning_rate} must be >= 0.",
+        )
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, f"optim.beta1={self.beta1} and beta2={self.beta2} must lie in [0, 1).")
         require(self.clip_norm >= 0, f"optim.clip_norm={self.clip_norm} must be >= 0 (0: no clipping).")
         require(0 < self.decay_fraction <= 1, f"optim.decay_fraction={self.decay_fraction} must lie in (0, 1].")
@@ -159,8 +161,10 @@ class ObserveConfig:
         if not self.profile:
             return None
         first, _, last = self.profile.partition(":")
-        require(first.isdigit() and last.isdigit() and int(first) <= int(last),
-                f"observe.profile={self.profile!r} must be first:last, e.g. 10:13.")
+        require(
+            first.isdigit() and last.isdigit() and int(first) <= int(last),
+            f"observe.profile={self.profile!r} must be first:last, e.g. 10:13.",
+        )
         return int(first), int(last)
 
     def __post_init__(self):

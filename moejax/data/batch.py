@@ -37,8 +37,10 @@ class Batch:
         """
         tokens_BL, ids_BL = np.asarray(tokens_BL), np.asarray(segment_ids_BL)
         if tokens_BL.shape != ids_BL.shape or not np.issubdtype(tokens_BL.dtype, np.integer):
-            raise ValueError(f"a batch needs integer tokens [B, L] and ids of the same shape, got tokens {tokens_BL.dtype} "
-                             f"{tokens_BL.shape} and ids {ids_BL.shape}.")
+            raise ValueError(
+                f"a batch needs integer tokens [B, L] and ids of the same shape, got tokens {tokens_BL.dtype} "
+                f"{tokens_BL.shape} and ids {ids_BL.shape}."
+            )
         segments = Segments.build(ids_BL, parent)
         ids_BL = segments.ids_BL
         tokens_BL = np.where(ids_BL >= 0, tokens_BL, 0).astype(np.int32)

@@ -48,17 +48,25 @@ class Loader:
         self.tokenizer = load_tokenizer(config.tokenizer)
         splits = open_splits(config, split)
         self.identity = {
-            "split": split, "sources": [documents.digest() for documents in splits],
-            "weights": [source.weight for source in config.sources], "tokenizer": self.tokenizer.identity,
-            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "heldout_percent")}}
+            "split": split,
+            "sources": [documents.digest() for documents in splits],
+            "weights": [source.weight for source in config.sources],
+            "tokenizer": self.tokenizer.identity,
+            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "heldout_percent")},
+        }
         """What makes the stream this one: equal on all processes, or they read different data. Part of the state."""
         self.skipped = tuple(name for documents in splits for name in documents.source.skipped)
         """Names of files left out because they cannot be read as UTF-8 text."""
-        packer = Packer(token_stream(config, splits, split, self.tokenizer), seq_len=config.seq_len, pack_rows=config.pack_rows,
-                        num_reading=config.batch_size)
+        packer = Packer(
+            token_stream(config, splits, split, self.tokenizer),
+            seq_len=config.seq_len,
+            pack_rows=config.pack_rows,
+            num_reading=config.batch_size,
+        )
         num_rows = config.batch_size // process_count
         self._batches = _Prefetch(
-            _Batches(packer, config, slice(process_index * num_rows, (process_index + 1) * num_rows)), _PREFETCHED_BATCHES)
+            _Batches(packer, config, slice(process_index * num_rows, (process_index + 1) * num_rows)), _PREFETCHED_BATCHES
+        )
 
     def __iter__(self) -> "Loader":
         return self
@@ -81,8 +89,9 @@ class Loader:
         saved = state["identity"]
         different = [f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in self.identity.items() if saved.get(key) != value]
         if different:
-            raise StateMismatchError(f"the data's position belongs to another stream; {'; '.join(different)}. "
-                                     "Set back what differs, or start anew.")
+            raise StateMismatchError(
+                f"the data's position belongs to another stream; {'; '.join(different)}. Set back what differs, or start anew."
+            )
         self._batches.set_state(state["position"])
 
     def close(self) -> None:

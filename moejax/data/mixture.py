@@ -57,9 +57,11 @@ def open_splits(config: DataConfig, split: SplitName) -> tuple[Split, ...]:
         heldout_N = np.fromiter((is_heldout(source.name(index), config.heldout_percent) for index in range(len(source))), bool, len(source))
         indices_N = np.flatnonzero(heldout_N == (split == "heldout"))
         if not indices_N.size:
-            raise ConfigError(f"data.sources[{at}] (kind={source_config.kind!r}, path={source_config.path!r}) has no {split} document: "
-                              f"data.heldout_percent={config.heldout_percent} keeps {int(heldout_N.sum())} of its {len(source)} for "
-                              "evaluation. More and smaller documents, or another percentage, would fit.")
+            raise ConfigError(
+                f"data.sources[{at}] (kind={source_config.kind!r}, path={source_config.path!r}) has no {split} document: "
+                f"data.heldout_percent={config.heldout_percent} keeps {int(heldout_N.sum())} of its {len(source)} for "
+                "evaluation. More and smaller documents, or another percentage, would fit."
+            )
         splits.append(Split(source, indices_N))
     return tuple(splits)
 

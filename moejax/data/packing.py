@@ -71,8 +71,11 @@ class Packer:
 
     def state(self) -> dict:
         """Position after the last row handed out: numbers only, no tokens."""
-        return {"next_document": self._next_document, "reading": [list(at) for at in self._reading],
-                "open": [[list(place) for place in row.places] for row in self._open]}
+        return {
+            "next_document": self._next_document,
+            "reading": [list(at) for at in self._reading],
+            "open": [[list(place) for place in row.places] for row in self._open],
+        }
 
     def restore(self, state: dict) -> None:
         """Continues at a `state()`.
@@ -142,8 +145,10 @@ class Packer:
     @staticmethod
     def _check(document: int, tokens_T: np.ndarray, taken: int) -> None:
         if tokens_T.size < taken:
-            raise ValueError(f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
-                             "saved: its file has changed.")
+            raise ValueError(
+                f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
+                "saved: its file has changed."
+            )
 
 
 def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +158,7 @@ def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray
     for row, pieces in enumerate(rows):
         at = 0
         for number, piece in enumerate(pieces):
-            tokens_BL[row, at:at + piece.size] = piece
-            ids_BL[row, at:at + piece.size] = number
+            tokens_BL[row, at : at + piece.size] = piece
+            ids_BL[row, at : at + piece.size] = number
             at += piece.size
     return tokens_BL, ids_BL

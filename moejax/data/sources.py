@@ -189,8 +189,10 @@ def _find_files(config: SourceConfig) -> tuple[pathlib.Path, list[str]]:
     if not files:
         there = next(folder for folder in (pattern, root, *root.absolute().parents) if folder.is_dir())
         listed = sorted(os.listdir(there))
-        raise ConfigError(f"data.sources: path={config.path!r} (kind={config.kind!r}) matches no file. {there.absolute()} holds "
-                          f"{len(listed)} entries{': ' if listed else ''}{', '.join(listed[:8])}{', ...' if len(listed) > 8 else ''}.")
+        raise ConfigError(
+            f"data.sources: path={config.path!r} (kind={config.kind!r}) matches no file. {there.absolute()} holds "
+            f"{len(listed)} entries{': ' if listed else ''}{', '.join(listed[:8])}{', ...' if len(listed) > 8 else ''}."
+        )
     return root, sorted(path.relative_to(root).as_posix() for path in files)
 
 

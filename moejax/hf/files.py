@@ -49,8 +49,11 @@ class TensorFiles:
 
     def refuse_unreadable(self, num_layers: int) -> None:
         """Raises CheckpointError if there are tensors of a kind that is not read yet, naming the kind and the first few keys."""
-        beyond = [key for key in self.keys if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", key)) and int(found[1]) >= num_layers
-                  and "visual" not in key]
+        beyond = [
+            key
+            for key in self.keys
+            if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", key)) and int(found[1]) >= num_layers and "visual" not in key
+        ]
         mtp = sorted(beyond + [key for key in self.keys if re.search(r"(?:^|\.)mtp\.", key)])
         packed = sorted(key for key in self.keys if re.search(r"weight_packed$|_blocks$|blocks$|weight_scale$", key))
         fp8 = sorted(key for key in self.keys if self.dtype(key).startswith("F8") or key.endswith("weight_scale_inv"))

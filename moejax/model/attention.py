@@ -18,7 +18,8 @@ def attend(q_BLHC, k_BLGC, v_BLGM, context: Context, *, scale: float, window: in
     """Causal softmax attention inside documents."""
     sinks = () if sinks_H is None else (sinks_H,)
     run = lambda q, k, v, segments, *sinks: attention(
-        q, k, v, scale=scale, segments=segments, window=window, sinks_H=sinks[0] if sinks else None)
+        q, k, v, scale=scale, segments=segments, window=window, sinks_H=sinks[0] if sinks else None
+    )
     return per_rows(run, q_BLHC, k_BLGC, v_BLGM, context.segments, whole=sinks)
 
 
@@ -107,14 +108,14 @@ class LatentAttention(nnx.Module):
         else:
             q_BLHC = project("bld,dhc->blhc", x_BLD, self.q_DHC[...])
         down_BLR = project("bld,dr->blr", x_BLD, self.kv_down_DR[...])
-        rotary_BL1C = down_BLR[:, :, None, mla.kv_lora_rank:]
-        kv_BLHX = project("blr,rhx->blhx", self.kv_norm(down_BLR[..., :mla.kv_lora_rank]), self.kv_up_RHX[...])
+        rotary_BL1C = down_BLR[:, :, None, mla.kv_lora_rank :]
+        kv_BLHX = project("blr,rhx->blhx", self.kv_norm(down_BLR[..., : mla.kv_lora_rank]), self.kv_up_RHX[...])
         turn = lambda heads: rotate(heads, context.positions_BL, mla.rope, dim=mla.rope_dim)
-        q_BLHC = jnp.concatenate([q_BLHC[..., :mla.nope_dim], turn(q_BLHC[..., mla.nope_dim:])], -1)
+        q_BLHC = jnp.concatenate([q_BLHC[..., : mla.nope_dim], turn(q_BLHC[..., mla.nope_dim :])], -1)
         shared_BLHC = jnp.broadcast_to(turn(rotary_BL1C), (*kv_BLHX.shape[:3], mla.rope_dim))
-        k_BLHC = jnp.concatenate([kv_BLHX[..., :mla.nope_dim], shared_BLHC], -1)
+        k_BLHC = jnp.concatenate([kv_BLHX[..., : mla.nope_dim], shared_BLHC], -1)
         gate = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...]) if mla.output_gate else None
-        return q_BLHC, k_BLHC, kv_BLHX[..., mla.nope_dim:], latent, gate
+        return q_BLHC, k_BLHC, kv_BLHX[..., mla.nope_dim :], latent, gate
 
     def output(self, o_BLHM, gate_BLHM):
         """Gates and projects what attention read."""

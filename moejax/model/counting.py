@@ -88,7 +88,9 @@ def _delta(config: ModelConfig, kind: str) -> tuple[int, int, float]:
         heads, groups, key, value = kda.num_heads, kda.num_key_heads or kda.num_heads, kda.key_dim, kda.value_dim
         gate = width * heads * value if kda.full_rank_gate else width * value + value * heads * value
         conv = 4 * (2 * groups * key + heads * value)
-        matrices = width * (2 * groups * key + heads * value) + width * key + key * heads * key + width * heads + gate + heads * value * width
+        matrices = (
+            width * (2 * groups * key + heads * value) + width * key + key * heads * key + width * heads + gate + heads * value * width
+        )
         vectors = conv + heads + heads * key + value
     else:
         gdn = config.gdn
@@ -137,7 +139,15 @@ def count(config: ModelConfig, length: int) -> list[Part]:
     for kind in dict.fromkeys(layer.mixer for layer in kinds):
         num = sum(layer.mixer == kind for layer in kinds)
         vectors, matrices, flops = _mixer(config, kind, length)
-        parts.append(Part(name=kind, layers=num, params=num * (vectors + matrices), active=num * (vectors + matrices), flops=num * (2 * matrices + flops)))
+        parts.append(
+            Part(
+                name=kind,
+                layers=num,
+                params=num * (vectors + matrices),
+                active=num * (vectors + matrices),
+                flops=num * (2 * matrices + flops),
+            )
+        )
     for kind in dict.fromkeys(layer.feed_forward for layer in kinds):
         num = sum(layer.feed_forward == kind for layer in kinds)
         dense = 3 * width * config.dense_hidden
@@ -146,9 +156,19 @@ def count(config: ModelConfig, length: int) -> list[Part]:
     weights, flops = _residual(config)
     mixes = 2 * len(kinds) + (config.residual.kind == "block_attnres")
     norms = (2 * len(kinds) + 1) * width
-    parts.append(Part(name="norms and residuals", layers=len(kinds), params=norms + mixes * weights, active=norms + mixes * weights, flops=mixes * flops))
+    parts.append(
+        Part(
+            name="norms and residuals",
+            layers=len(kinds),
+            params=norms + mixes * weights,
+            active=norms + mixes * weights,
+            flops=mixes * flops,
+        )
+    )
     tied = config.tie_embeddings
-    parts.append(Part(name="output projection", layers=1, params=0 if tied else vocab * width, active=vocab * width, flops=2.0 * vocab * width))
+    parts.append(
+        Part(name="output projection", layers=1, params=0 if tied else vocab * width, active=vocab * width, flops=2.0 * vocab * width)
+    )
     return parts
 
 

@@ -98,20 +98,29 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x_BLD, context: Context):
         moe, segments = self.config, context.segments
         logits_BLE, bias_E = self.router(x_BLD)
-        choose = lambda logits, ids, *bias: route(logits, bias[0] if bias else None, ids >= 0, experts_per_token=moe.experts_per_token, config=moe.router)
+        choose = lambda logits, ids, *bias: route(
+            logits, bias[0] if bias else None, ids >= 0, experts_per_token=moe.experts_per_token, config=moe.router
+        )
         routing = per_rows(choose, logits_BLE, segments.ids_BL, whole=() if bias_E is None else (bias_E,))
         z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
         run = lambda weights, x_WD, sizes_e: apply_experts(weights, x_WD, sizes_e, self.activation)
         y_BLZ, load_E, dropped = expert_parallel(
-            z_BLZ, routing.ids_BLK, routing.probs_BLK, self.experts.with_specs(), apply_experts=run,
-            num_experts=moe.num_experts, capacity_factor=moe.capacity_factor)
+            z_BLZ,
+            routing.ids_BLK,
+            routing.probs_BLK,
+            self.experts.with_specs(),
+            apply_experts=run,
+            num_experts=moe.num_experts,
+            capacity_factor=moe.capacity_factor,
+        )
         if moe.latent_width:
             y_BLZ = self.latent_norm(y_BLZ) if moe.latent_norm else y_BLZ
             y_BLZ = project("blz,zd->bld", y_BLZ, self.latent_up_ZD[...])
         switches = context.switches
         whole_load_E = load_E if context.global_load_E is None else context.global_load_E
-        statistics = routing_statistics(routing, bias_E, segments, kind=switches.balance, z=switches.router_z,
-                                        histogram=switches.histogram, global_load_E=whole_load_E)
+        statistics = routing_statistics(
+            routing, bias_E, segments, kind=switches.balance, z=switches.router_z, histogram=switches.histogram, global_load_E=whole_load_E
+        )
         aux = {"load_E": load_E, "dropped": dropped} | statistics
         return y_BLZ + self._shared(x_BLD), aux
 

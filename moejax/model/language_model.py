@@ -39,8 +39,10 @@ def shapes(config: ModelConfig) -> dict:
 
 def shardings(config: ModelConfig, mesh: Mesh) -> dict:
     """Tree of NamedSharding. A dim that its mesh axes do not divide is refused when the run is resolved or placed."""
+
     def of(param: nnx.Variable) -> NamedSharding:
         return sharding(mesh, param.get_metadata()["out_sharding"])
+
     axes = jax.tree.map(of, _abstract(config)[1], is_leaf=lambda node: isinstance(node, nnx.Variable))
     return nnx.to_pure_dict(axes)
 
@@ -73,9 +75,11 @@ def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switc
 
 def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_tokens: int = 1024) -> CrossEntropy:
     """Sums of the next-token loss over a batch. Each device sums its own rows with the whole output projection, gathered once."""
+
     def local(hidden_BLD, targets_BL, weights_BL, unembed_DV):
         sums = cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef=z_coef, chunk_tokens=chunk_tokens)
         return jax.tree.map(lambda total: total[None], sums)
+
     parts = per_rows(local, output.hidden_BLD, batch.targets_BL, batch.weights_BL, whole=(output.unembed_DV,))
     return jax.tree.map(jnp.sum, parts)
 

@@ -17,9 +17,11 @@ CONV_TAPS = 4
 
 def decay_bias(make: Maker, axes, *shape):
     """dt_bias so that softplus(dt_bias) is log-uniform between 1e-3 and 1e-1 (fla's initialisation, clamped at 1e-4)."""
+
     def inverse_softplus(log_dt):
         dt = jnp.maximum(jnp.exp(log_dt), 1e-4)
         return dt + jnp.log(-jnp.expm1(-dt))
+
     return make.uniform(inverse_softplus, jnp.log(1e-3), jnp.log(1e-1), axes, *shape)
 
 

@@ -57,8 +57,14 @@ def totals(batch) -> Totals:
 
 def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
     """What a forward pass must compute for these losses."""
-    return Switches(remat=remat, index=losses.index, balance=losses.balance, router_z=losses.router_z_coef > 0,
-                    histogram=losses.bias_update == "quantile", debug=debug)
+    return Switches(
+        remat=remat,
+        index=losses.index,
+        balance=losses.balance,
+        router_z=losses.router_z_coef > 0,
+        histogram=losses.bias_update == "quantile",
+        debug=debug,
+    )
 
 
 def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, global_load=None):

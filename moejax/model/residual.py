@@ -81,7 +81,7 @@ class BlockMix(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         make = Maker(config, rngs)
         self.norm = RMSNorm(config, config.width, rngs=rngs, plain=True)
-        self.query_D = make.normal((None,), config.width, std=config.width ** -0.5)
+        self.query_D = make.normal((None,), config.width, std=config.width**-0.5)
 
     def mix(self, carry, num_blocks):
         """Mix of the first `num_blocks` blocks and the running sum, weights in float32."""

@@ -31,7 +31,7 @@ def yarn_correction(factor: float, mscale: float) -> float:
 def attention_scale(config: RopeConfig, channels: int) -> float:
     """channels^-1/2, times the squared YaRN correction where the config has one (DeepSeek-V3)."""
     correction = yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) if config.yarn_mscale_all_dim else 1.0
-    return channels ** -0.5 * correction ** 2
+    return channels**-0.5 * correction**2
 
 
 def rotate(x_BLHC, positions_BL, config: RopeConfig, *, dim: int):

@@ -105,7 +105,9 @@ class SparseAttention(nnx.Module):
             if stage != "dense":
                 ids_BLK = self.indexer.choose(index_q, index_k, index_w, x_BLD, context)
             if stage != "none":
-                run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments)
+                run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(
+                    q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments
+                )
                 chosen = () if stage == "dense" else (ids_BLK,)
                 kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), index_q, index_k, index_w, context.segments, *chosen)
                 aux["index_kl"] = jnp.sum(kl_BL)

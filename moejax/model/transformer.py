@@ -22,8 +22,12 @@ from moejax.moe.expert_parallel import KEPT
 from moejax.parallel.axes import constrain_rows
 
 MIXER_CLASSES = {
-    "gqa": GroupedQueryAttention, "mla": LatentAttention, "kda": KimiDeltaAttention, "gdn": GatedDeltaNet,
-    "dsa": functools.partial(SparseAttention, shared=False), "dsa_shared": functools.partial(SparseAttention, shared=True),
+    "gqa": GroupedQueryAttention,
+    "mla": LatentAttention,
+    "kda": KimiDeltaAttention,
+    "gdn": GatedDeltaNet,
+    "dsa": functools.partial(SparseAttention, shared=False),
+    "dsa_shared": functools.partial(SparseAttention, shared=True),
 }
 
 
@@ -37,7 +41,9 @@ class Layer(nnx.Module):
         self.mixer = MIXER_CLASSES[kind.mixer](config, rngs=rngs)
         self.feed_forward_residual = residual.make_residual(config, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.width, rngs=rngs)
-        self.feed_forward = MixtureOfExperts(config, rngs=rngs) if kind.feed_forward == "moe" else Dense(config, config.dense_hidden, rngs=rngs)
+        self.feed_forward = (
+            MixtureOfExperts(config, rngs=rngs) if kind.feed_forward == "moe" else Dense(config, config.dense_hidden, rngs=rngs)
+        )
 
     def __call__(self, carry, context: Context, *, place: int, num_blocks):
         """One layer.
@@ -72,7 +78,9 @@ class Transformer(nnx.Module):
         self.head = section(self.plan.head, rngs)
         self.unit, self.tail = nnx.Dict({}), section(self.plan.tail, rngs)
         if self.plan.num_units:
-            stack = nnx.vmap(functools.partial(section, self.plan.unit), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+            stack = nnx.vmap(
+                functools.partial(section, self.plan.unit), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"}
+            )
             self.unit = stack(rngs.split(self.plan.num_units))
         if self.config.residual.kind == "block_attnres":
             self.final_residual = residual.BlockMix(config, rngs=rngs)

@@ -17,7 +17,7 @@ class Maker:
 
     def linear(self, axes, *shape, fan_in: int) -> nnx.Param:
         """Normal with variance 1 / fan_in."""
-        return self.normal(axes, *shape, std=fan_in ** -0.5)
+        return self.normal(axes, *shape, std=fan_in**-0.5)
 
     def normal(self, axes, *shape, std: float) -> nnx.Param:
         """Normal with standard deviation `std`."""

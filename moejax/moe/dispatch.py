@@ -81,8 +81,11 @@ def plan_receive(counts_Se, *, rows: int) -> tuple[RowPlan, Any]:
     slot_SQ = take(before_Se) + place_Q - (take(bucket_end_Se) - take(counts_Se))
     slot_W = jnp.where(real_SQ, slot_SQ, -1).reshape(-1).astype(jnp.int32)
     num_rows = num_senders * rows
-    source_W = jnp.full(num_rows, -1, jnp.int32).at[jnp.where(slot_W < 0, num_rows, slot_W)].set(
-        jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    source_W = (
+        jnp.full(num_rows, -1, jnp.int32)
+        .at[jnp.where(slot_W < 0, num_rows, slot_W)]
+        .set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    )
     return RowPlan(source_W, slot_W[:, None]), sizes_e
 
 

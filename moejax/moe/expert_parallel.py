@@ -37,8 +37,13 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, num_exp
     @functools.partial(jax.shard_map, in_specs=(ROWS, ROWS, ROWS, specs), out_specs=(ROWS, P(), P()), check_vma=False)
     def on_each_device(x_BLD, ids_BLK, probs_BLK, arrays):
         x_TD, ids_TK, probs_TK = (array.reshape(-1, array.shape[-1]) for array in (x_BLD, ids_BLK, probs_BLK))
-        rows = dispatch.bucket_rows(x_TD.shape[0], experts_per_token=ids_TK.shape[1], num_experts=num_experts,
-                                    num_devices=num_devices, capacity_factor=capacity_factor)
+        rows = dispatch.bucket_rows(
+            x_TD.shape[0],
+            experts_per_token=ids_TK.shape[1],
+            num_experts=num_experts,
+            num_devices=num_devices,
+            capacity_factor=capacity_factor,
+        )
         plan = checkpoint_name(dispatch.plan_send(ids_TK, num_experts=num_experts, num_devices=num_devices, rows=rows), KEPT)
         if capacity_factor:
             probs_TK = _compensate(probs_TK, plan.rows.slot_TK)

@@ -31,8 +31,10 @@ def refuse_replication() -> Iterator[None]:
       RuntimeError: XLA's warnings are switched off by TF_CPP_MIN_LOG_LEVEL.
     """
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") not in ("0", "1"):
-        raise RuntimeError(f"TF_CPP_MIN_LOG_LEVEL={os.environ['TF_CPP_MIN_LOG_LEVEL']} hides XLA's warnings, so that a replicated tensor "
-                           "would go unnoticed. Unset it, or set it to 0 or 1.")
+        raise RuntimeError(
+            f"TF_CPP_MIN_LOG_LEVEL={os.environ['TF_CPP_MIN_LOG_LEVEL']} hides XLA's warnings, so that a replicated tensor "
+            "would go unnoticed. Unset it, or set it to 0 or 1."
+        )
     before = _cached()
     with tempfile.NamedTemporaryFile() as copy:
         with _tee_stderr(copy.name):
@@ -41,10 +43,14 @@ def refuse_replication() -> Iterator[None]:
     if found:
         for entry in _cached() - before:
             entry.unlink(missing_ok=True)
-        raise ReplicationError(f"XLA replicates {len(found)} tensor(s) on every device to change the sharding:\n" + "\n".join(
-            f"  {tensor}: from {old} to {new}, in {''.join(_SOURCE.findall(rest)) or 'an unnamed operation'}"
-            for old, new, tensor, rest in dict.fromkeys(found))
-            + "\nPut a sharding constraint between the two, so that each step moves one mesh axis.")
+        raise ReplicationError(
+            f"XLA replicates {len(found)} tensor(s) on every device to change the sharding:\n"
+            + "\n".join(
+                f"  {tensor}: from {old} to {new}, in {''.join(_SOURCE.findall(rest)) or 'an unnamed operation'}"
+                for old, new, tensor, rest in dict.fromkeys(found)
+            )
+            + "\nPut a sharding constraint between the two, so that each step moves one mesh axis."
+        )
 
 
 @contextmanager

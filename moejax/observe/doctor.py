@@ -14,8 +14,12 @@ import jax
 from moejax.observe.run_folder import installed
 
 OLDEST_PYTHON = (3, 12)
-CLUSTERS = {"SLURM": "SLURM_PROCID", "Open MPI": "OMPI_COMM_WORLD_RANK", "Kubernetes": "KUBERNETES_SERVICE_HOST",
-            "JAX variables": "JAX_NUM_PROCESSES"}
+CLUSTERS = {
+    "SLURM": "SLURM_PROCID",
+    "Open MPI": "OMPI_COMM_WORLD_RANK",
+    "Kubernetes": "KUBERNETES_SERVICE_HOST",
+    "JAX variables": "JAX_NUM_PROCESSES",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +42,12 @@ def examine() -> list[Row]:
 
 
 def _python() -> Row:
-    return Row(name="python", ok=sys.version_info[:2] >= OLDEST_PYTHON, found=platform.python_version(),
-               mend=f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer and run `make train` again")
+    return Row(
+        name="python",
+        ok=sys.version_info[:2] >= OLDEST_PYTHON,
+        found=platform.python_version(),
+        mend=f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer and run `make train` again",
+    )
 
 
 def _packages() -> list[Row]:
@@ -51,8 +59,9 @@ def _packages() -> list[Row]:
         pinned = wanted.partition("==")[2]
         ok = version is not None and pinned in ("", version)
         mend = f"pip install '.[{extra}]'" if extra else "pip install ."
-        rows.append(Row(name=name, ok=ok, found=version or "not installed", mend=f"{mend} (wants {wanted or 'any version'})",
-                        needed=not extra))
+        rows.append(
+            Row(name=name, ok=ok, found=version or "not installed", mend=f"{mend} (wants {wanted or 'any version'})", needed=not extra)
+        )
     return rows
 
 
@@ -85,17 +94,36 @@ def _gpu() -> list[Row]:
     ptxas = shutil.which("ptxas") or next(wheels, None)
     cudnn = installed("nvidia-cudnn-cu12")
     return [
-        Row(name="devices", ok=on_gpu or not driver, found=seen, needed=False,
-            mend="there is a GPU driver, but JAX does not use it: pip install '.[gpu]', or unset JAX_PLATFORMS"),
-        Row(name="GPU driver", ok=driver, found="there" if driver else "none: runs go to the CPU", needed=False,
-            mend="a machine with an NVIDIA GPU"),
-        Row(name="ptxas", ok=ptxas is not None, found=ptxas or "not found: GPU kernels cannot be compiled", needed=False,
-            mend="pip install '.[gpu]'"),
+        Row(
+            name="devices",
+            ok=on_gpu or not driver,
+            found=seen,
+            needed=False,
+            mend="there is a GPU driver, but JAX does not use it: pip install '.[gpu]', or unset JAX_PLATFORMS",
+        ),
+        Row(
+            name="GPU driver",
+            ok=driver,
+            found="there" if driver else "none: runs go to the CPU",
+            needed=False,
+            mend="a machine with an NVIDIA GPU",
+        ),
+        Row(
+            name="ptxas",
+            ok=ptxas is not None,
+            found=ptxas or "not found: GPU kernels cannot be compiled",
+            needed=False,
+            mend="pip install '.[gpu]'",
+        ),
         Row(name="cuDNN", ok=cudnn is not None, found=cudnn or "not installed: no GPU runs", needed=False, mend="pip install '.[gpu]'"),
     ]
 
 
 def _cluster() -> Row:
     found = [name for name, variable in CLUSTERS.items() if variable in os.environ]
-    return Row(name="processes", ok=True, needed=False,
-               found=f"{', '.join(found)} in the environment" if found else "one; no SLURM, Open MPI or Kubernetes in the environment")
+    return Row(
+        name="processes",
+        ok=True,
+        needed=False,
+        found=f"{', '.join(found)} in the environment" if found else "one; no SLURM, Open MPI or Kubernetes in the environment",
+    )

@@ -37,7 +37,11 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise RuntimeError("This backend gives no memory analysis of a compiled program.")
-    parts = {"arguments_bytes": analysis.argument_size_in_bytes, "outputs_bytes": analysis.output_size_in_bytes,
-             "aliased_bytes": analysis.alias_size_in_bytes, "temporaries_bytes": analysis.temp_size_in_bytes,
-             "code_bytes": analysis.generated_code_size_in_bytes}
+    parts = {
+        "arguments_bytes": analysis.argument_size_in_bytes,
+        "outputs_bytes": analysis.output_size_in_bytes,
+        "aliased_bytes": analysis.alias_size_in_bytes,
+        "temporaries_bytes": analysis.temp_size_in_bytes,
+        "code_bytes": analysis.generated_code_size_in_bytes,
+    }
     return parts | {"total_bytes": sum(parts.values()) - 2 * parts["aliased_bytes"]}

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-SHOWN = (("loss_nats", "loss", ".4f"), ("tokens_per_s", "tok/s", ",.0f"), ("expert_load_max_over_mean", "load max/mean", ".2f"),
-         ("dropped_rows", "dropped", ",.0f"))
+SHOWN = (
+    ("loss_nats", "loss", ".4f"),
+    ("tokens_per_s", "tok/s", ",.0f"),
+    ("expert_load_max_over_mean", "load max/mean", ".2f"),
+    ("dropped_rows", "dropped", ",.0f"),
+)
 """Metrics shown, where present: name, label, format."""
 
 
@@ -27,8 +31,14 @@ class ProgressBar:
         self._began_s = time.monotonic()
         self._bar: Progress | None = None
         if shown and console.is_terminal:
-            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
-                                 TimeRemainingColumn(), console=console)
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
             self._task = self._bar.add_task("", total=steps, completed=first)
             self._bar.start()
 

@@ -37,7 +37,8 @@ def versions() -> dict[str, Any]:
     """Versions of Python and of the packages that decide numbers, and the devices of all processes."""
     devices = jax.devices()
     return {
-        "python": platform.python_version(), "platform": platform.platform(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
         "packages": {package: installed(package) or "not installed" for package in PACKAGES},
         "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
     }

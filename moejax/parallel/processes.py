@@ -42,9 +42,11 @@ def simulate_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
         return
     there = jax.local_device_count()
-    require(jax.default_backend() == "cpu" and there == num_devices,
-            f"mesh.simulate_devices={num_devices} comes too late: JAX has started with {there} {jax.default_backend()} device(s). "
-            "Ask for them before anything uses a device, or start a new Python.")
+    require(
+        jax.default_backend() == "cpu" and there == num_devices,
+        f"mesh.simulate_devices={num_devices} comes too late: JAX has started with {there} {jax.default_backend()} device(s). "
+        "Ask for them before anything uses a device, or start a new Python.",
+    )
 
 
 def find_place(config: ProcessConfig) -> Place | None:
@@ -60,10 +62,16 @@ def find_place(config: ProcessConfig) -> Place | None:
     for source, cluster, shared in (("SLURM", SlurmCluster, _slurm_shares_nodes), ("Open MPI", OmpiCluster, _ompi_shares_nodes)):
         if cluster.is_env_present() and cluster.get_process_count() > 1:
             local = cluster.get_local_process_id()
-            coordinator = cluster.get_coordinator_address(timeout_secs=START_TIMEOUT_S,
-                                                          override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"))
-            return Place(coordinator=coordinator, num_processes=cluster.get_process_count(), process_id=cluster.get_process_id(),
-                         local_device_ids=(local,) if shared() and local is not None else None, source=source)
+            coordinator = cluster.get_coordinator_address(
+                timeout_secs=START_TIMEOUT_S, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")
+            )
+            return Place(
+                coordinator=coordinator,
+                num_processes=cluster.get_process_count(),
+                process_id=cluster.get_process_id(),
+                local_device_ids=(local,) if shared() and local is not None else None,
+                source=source,
+            )
     return None
 
 
@@ -85,11 +93,17 @@ def _from_variables() -> Place:
         host, _, domain = socket.getfqdn().partition(".")
         coordinator = f"{host.rpartition('-')[0]}-0.{domain}:55527"
     if index is None or coordinator is None:
-        raise ConfigError(f"JAX_NUM_PROCESSES={os.environ['JAX_NUM_PROCESSES']} is set, but JAX_PROCESS_ID={index} and "
-                          f"JAX_COORDINATOR_ADDRESS={coordinator} are not both; set them, or give processes.coordinator, num_processes "
-                          "and process_id.")
-    return Place(coordinator=coordinator, num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(index),
-                 source="Kubernetes" if "JOB_COMPLETION_INDEX" in os.environ else "JAX_* variables")
+        raise ConfigError(
+            f"JAX_NUM_PROCESSES={os.environ['JAX_NUM_PROCESSES']} is set, but JAX_PROCESS_ID={index} and "
+            f"JAX_COORDINATOR_ADDRESS={coordinator} are not both; set them, or give processes.coordinator, num_processes "
+            "and process_id."
+        )
+    return Place(
+        coordinator=coordinator,
+        num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+        process_id=int(index),
+        source="Kubernetes" if "JOB_COMPLETION_INDEX" in os.environ else "JAX_* variables",
+    )
 
 
 def initialize(config: ProcessConfig) -> Place | None:
@@ -110,7 +124,13 @@ def initialize(config: ProcessConfig) -> Place | None:
         return None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.coordinator, num_processes=place.num_processes, process_id=place.process_id, local_device_ids=place.local_device_ids,
-        cluster_detection_method="deactivate", initialization_timeout=START_TIMEOUT_S, heartbeat_timeout_seconds=config.timeout_s)
+        place.coordinator,
+        num_processes=place.num_processes,
+        process_id=place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=START_TIMEOUT_S,
+        heartbeat_timeout_seconds=config.timeout_s,
+    )
     watch.start(place.coordinator, place.num_processes, place.process_id, timeout_s=config.timeout_s)
     return place

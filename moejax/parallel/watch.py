@@ -88,8 +88,10 @@ class _Watch(threading.Thread):
                 self.seen[process] = (beats, now)
         silent = [process for process, (_, since) in self.seen.items() if process not in done and now - since > self.silence_s]
         if silent:
-            return "; ".join(f"{self._spell(process)} is silent for {now - self.seen[process][1]:.0f} s: killed, out of memory or cut off"
-                             for process in silent)
+            return "; ".join(
+                f"{self._spell(process)} is silent for {now - self.seen[process][1]:.0f} s: killed, out of memory or cut off"
+                for process in silent
+            )
         if failed and self.first_failure is None:
             self.first_failure = now
         if failed and (len(failed) + len(done) == len(self.hosts) or now - (self.first_failure or now) > self.silence_s):
@@ -103,8 +105,10 @@ class _Watch(threading.Thread):
         return f"process {process} of {len(self.hosts)} (host {self.hosts[process]})"
 
     def _end(self, verdict: str) -> None:
-        sys.stderr.write(f"moejax: {verdict}. Process {self.process_id} ends too; see that process's own log, then start the run again: "
-                         "it resumes from the newest checkpoint.\n")
+        sys.stderr.write(
+            f"moejax: {verdict}. Process {self.process_id} ends too; see that process's own log, then start the run again: "
+            "it resumes from the newest checkpoint.\n"
+        )
         sys.stderr.flush()
         os._exit(1 if self._spell(self.process_id) in verdict else EXIT_LOST)
 

@@ -86,10 +86,13 @@ class Run:
         self.switches = switches_for(self.losses, remat=config.train.remat == "layer", debug=config.train.debug)
         self.loader = self.open("train")
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
-            raise ConfigError(f"model.vocab_size={self.model.vocab_size} is smaller than the {self.loader.tokenizer.vocab_size} tokens of "
-                              f"data.tokenizer={config.data.tokenizer!r}.")
-        self.checkpoints = Checkpointer(self.folder / "checkpoints", optimizer=config.optim.kind, keep=config.checkpoint.keep,
-                                        every=config.checkpoint.every)
+            raise ConfigError(
+                f"model.vocab_size={self.model.vocab_size} is smaller than the {self.loader.tokenizer.vocab_size} tokens of "
+                f"data.tokenizer={config.data.tokenizer!r}."
+            )
+        self.checkpoints = Checkpointer(
+            self.folder / "checkpoints", optimizer=config.optim.kind, keep=config.checkpoint.keep, every=config.checkpoint.every
+        )
         self.stop = StopSignal(config.checkpoint.term_timeout_s)
 
     def open(self, split) -> Loader:
@@ -112,8 +115,14 @@ class Run:
     def compile(self, state: TrainState, batches):
         """The compiled step; XLA replicating a tensor by itself is an error."""
         step = functools.partial(
-            train_step, config=self.model, losses=self.losses, optimizer=self.optimizer, clip_norm=self.config.optim.clip_norm,
-            trainable=jax.tree.map(lambda rule: rule.trainable, self.rules), switches=self.switches)
+            train_step,
+            config=self.model,
+            losses=self.losses,
+            optimizer=self.optimizer,
+            clip_norm=self.config.optim.clip_norm,
+            trainable=jax.tree.map(lambda rule: rule.trainable, self.rules),
+            switches=self.switches,
+        )
         places = jax.tree.map(lambda array: array.sharding, state)
         options: dict[str, Any] = {}
         if self.config.train.deterministic and jax.default_backend() == "gpu":
@@ -214,8 +223,10 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
         if config.train.debug:
             refuse_non_finite(job, step, out)
         if values["skipped_in_a_row"] > config.train.max_skipped:
-            raise DivergedError(f"step {step}: {values['skipped_in_a_row']:.0f} steps in a row had a non-finite loss or gradient "
-                                f"(train.max_skipped={config.train.max_skipped}); run again with --debug to see where it begins.")
+            raise DivergedError(
+                f"step {step}: {values['skipped_in_a_row']:.0f} steps in a row had a non-finite loss or gradient "
+                f"(train.max_skipped={config.train.max_skipped}); run again with --debug to see where it begins."
+            )
         with timer.part("checkpoint"):
             if job.checkpoints.due(step):
                 job.checkpoints.save(step, state, {"data": job.loader.state()})
@@ -254,7 +265,7 @@ def continue_text(job: Run, params: dict) -> None:
         return
     window = min(job.config.data.seq_len, 256)
     with contextlib.closing(job.open("heldout")) as loader:
-        prompt = next(loader).tokens_BL[0, :window // 4]
+        prompt = next(loader).tokens_BL[0, : window // 4]
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         tokens = sample(job.model, jax.device_put(host, language_model.shardings(job.model, mesh)), prompt, num_tokens=count, window=window)

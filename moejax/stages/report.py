@@ -15,14 +15,21 @@ def plan_lines(plan: Plan) -> list[str]:
     """Mesh, batch, layers, parameters and FLOPs by part; needs no device."""
     config, layers = plan.config, plan.layers
     axes = " x ".join(f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1) or "one device"
-    rows = [("mesh", axes),
-            ("batch", f"{config.data.batch_size} rows x {config.data.seq_len} tokens, {config.train.accumulation} microbatches of "
-                      f"{plan.rows_per_device} rows a device"),
-            ("layers", _spell_layers(layers))]
+    rows = [
+        ("mesh", axes),
+        (
+            "batch",
+            f"{config.data.batch_size} rows x {config.data.seq_len} tokens, {config.train.accumulation} microbatches of "
+            f"{plan.rows_per_device} rows a device",
+        ),
+        ("layers", _spell_layers(layers)),
+    ]
     parts = counting.count(config.model, config.data.seq_len)
     total, active, flops = (sum(getattr(part, name) for part in parts) for name in ("params", "active", "flops"))
     rows.append(("weights", f"{total:,} parameters, {active:,} active a token"))
-    rows.append(("FLOPs", f"{flops:,.0f} forward, {counting.train_flops_per_token(config.model, config.data.seq_len):,.0f} in training, a token"))
+    rows.append(
+        ("FLOPs", f"{flops:,.0f} forward, {counting.train_flops_per_token(config.model, config.data.seq_len):,.0f} in training, a token")
+    )
     lines = [f"{name:9} {text}" for name, text in rows]
     lines.append(f"{'':9} {'part':20} {'layers':>6} {'parameters':>19} {'active':>17} {'FLOPs a token':>17}")
     lines += [f"{'':9} {part.name:20} {part.layers:6} {part.params:19,} {part.active:17,} {part.flops:17,.0f}" for part in parts]
@@ -60,7 +67,9 @@ def first_non_finite(plan: Plan, layers: Mapping[str, Any], gradients: Any) -> s
     for number, kind in enumerate(kinds):
         section, place, stack = plan.layers.place(number)
         flags = np.asarray(layers[section][str(place)])
-        for name, finite in zip((f"mixer ({kind.mixer})", f"feed-forward ({kind.feed_forward})"), flags if stack is None else flags[stack], strict=True):
+        for name, finite in zip(
+            (f"mixer ({kind.mixer})", f"feed-forward ({kind.feed_forward})"), flags if stack is None else flags[stack], strict=True
+        ):
             if not finite:
                 return f"layer {number}, {name}"
     bad = [path for path, finite in _leaves(gradients) if not finite]

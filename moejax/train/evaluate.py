@@ -19,7 +19,9 @@ def eval_step(config: ModelConfig, params: dict, batches):
     return sums.nll_sum, sums.weight_sum
 
 
-def sample(config: ModelConfig, params: dict, prompt, *, num_tokens: int, window: int, seed: int = 0, temperature: float = 0.8) -> np.ndarray:
+def sample(
+    config: ModelConfig, params: dict, prompt, *, num_tokens: int, window: int, seed: int = 0, temperature: float = 0.8
+) -> np.ndarray:
     """Tokens drawn one by one after a prompt; the whole window is computed anew for each.
 
     Args:
@@ -30,15 +32,16 @@ def sample(config: ModelConfig, params: dict, prompt, *, num_tokens: int, window
     Returns:
       int32 [num_tokens].
     """
+
     @jax.jit
     def draw(params, batch, last, key):
         logits_BLV = language_model.logits(config, params, batch)
         return jax.random.categorical(key, logits_BLV[0, last] / temperature)
 
-    tokens = list(np.asarray(prompt)[-(window - 1):])
+    tokens = list(np.asarray(prompt)[-(window - 1) :])
     for key in jax.random.split(jax.random.key(seed), num_tokens):
         seen = tokens[-window:]
         row_1L, ids_1L = np.zeros((1, window), np.int32), np.full((1, window), -1, np.int32)
-        row_1L[0, :len(seen)], ids_1L[0, :len(seen)] = seen, 0
+        row_1L[0, : len(seen)], ids_1L[0, : len(seen)] = seen, 0
         tokens.append(int(draw(params, Batch.build(row_1L, ids_1L), jnp.int32(len(seen) - 1), key)))
     return np.array(tokens[-num_tokens:], np.int32)

@@ -40,7 +40,9 @@ def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, sw
         return _add_up(sums, (loss, grads, report)), None
 
     (loss, report), grads = jax.eval_shape(differentiate, params, first)
-    zeros = jax.tree.map(lambda like: jnp.ones(like.shape, bool) if like.dtype == bool else jnp.zeros(like.shape, like.dtype), (loss, grads, report))
+    zeros = jax.tree.map(
+        lambda like: jnp.ones(like.shape, bool) if like.dtype == bool else jnp.zeros(like.shape, like.dtype), (loss, grads, report)
+    )
     return jax.lax.scan(add, zeros, batches)[0]
 
 
@@ -51,8 +53,10 @@ def _add_up(sums, parts):
 
 def _whole_load(run, params, batches):
     """Rows per expert of the whole global batch, by routing every microbatch once without gradients."""
+
     def load_of(batch):
         return jax.tree.map(lambda report: report["load_E"], run(params, batch)[1].layers, is_leaf=lambda node: "load_E" in node)
+
     first = jax.tree.map(lambda array: array[0], batches)
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(load_of, first))
     return jax.lax.scan(lambda sums, batch: (_add_up(sums, load_of(batch)), None), zeros, batches)[0]
@@ -69,8 +73,17 @@ class StepOutput(NamedTuple):
     """Debug alone: whether each weight's gradient is finite."""
 
 
-def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossConfig, optimizer: optax.GradientTransformation,
-               clip_norm: float, trainable: dict, switches: Switches) -> tuple[TrainState, StepOutput]:
+def train_step(
+    state: TrainState,
+    batches,
+    *,
+    config: ModelConfig,
+    losses: LossConfig,
+    optimizer: optax.GradientTransformation,
+    clip_norm: float,
+    trainable: dict,
+    switches: Switches,
+) -> tuple[TrainState, StepOutput]:
     """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments and biases as they were.
 
     Args:
@@ -86,8 +99,13 @@ def train_step(state: TrainState, batches, *, config: ModelConfig, losses: LossC
     params = move_biases(params, report, losses, num_chosen=config.moe.experts_per_token)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     skip = (~finite).astype(jnp.int32)
-    new = TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1, state.skipped + skip,
-                     (state.skipped_in_a_row + skip) * skip)
+    new = TrainState(
+        keep(params, state.params),
+        keep(opt_state, state.opt_state),
+        state.step + 1,
+        state.skipped + skip,
+        (state.skipped_in_a_row + skip) * skip,
+    )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
     if switches.debug:
         flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
@@ -99,6 +117,7 @@ def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen:
     """Moves every layer's correction bias by what the whole global batch asked for."""
     if losses.bias_update == "none":
         return params
+
     def move(steps, weight):
         names = [step.key for step in steps]
         if names[-2:] != ["router", "bias_E"]:
@@ -107,15 +126,26 @@ def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen:
         if losses.bias_update == "sign":
             return router_bias.sign_update(weight, seen["load_E"], losses.bias_rate)
         return router_bias.quantile_update(weight, seen["margins_EN"], num_chosen)
+
     return jax.tree_util.tree_map_with_path(move, params)
 
 
 def step_metrics(loss, norm, report: Report, whole, state: TrainState) -> dict:
     """Scalars of one step, units in their names."""
     per = lambda total, count: total / jnp.where(count > 0, count, 1)
-    metrics = {"objective": loss, "loss_nats": per(report.nll, whole.targets), "gradient_norm": norm, "balance_loss": report.balance,
-               "z": per(report.z, whole.targets), "router_z": per(report.router_z, whole.tokens), "index_kl_nats": per(report.index_kl, whole.tokens),
-               "tokens": whole.tokens, "targets": whole.targets, "skipped_steps": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    metrics = {
+        "objective": loss,
+        "loss_nats": per(report.nll, whole.targets),
+        "gradient_norm": norm,
+        "balance_loss": report.balance,
+        "z": per(report.z, whole.targets),
+        "router_z": per(report.router_z, whole.tokens),
+        "index_kl_nats": per(report.index_kl, whole.tokens),
+        "tokens": whole.tokens,
+        "targets": whole.targets,
+        "skipped_steps": state.skipped,
+        "skipped_in_a_row": state.skipped_in_a_row,
+    }
     layers = [layer for section in report.layers.values() for layer in section.values() if "load_E" in layer]
     if layers:
         imbalance = [jnp.max(layer["load_E"].max(-1) / jnp.maximum(layer["load_E"].mean(-1), 1e-9)) for layer in layers]

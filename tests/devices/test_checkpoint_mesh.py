@@ -22,7 +22,7 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 
 def mesh_of(fsdp, expert):
-    return jax.make_mesh((fsdp, expert), ("fsdp", "expert"), devices=jax.devices()[:fsdp * expert], axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh((fsdp, expert), ("fsdp", "expert"), devices=jax.devices()[: fsdp * expert], axis_types=(AxisType.Auto,) * 2)
 
 
 def start(mesh):
@@ -33,6 +33,7 @@ def start(mesh):
 
     def put(name, value):
         return jax.make_array_from_callback(value.shape, NamedSharding(mesh, SPECS[name]), lambda index: value[index])
+
     params = {name: put(name, value) for name, value in values.items()}
     step = jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda index: np.int32(3))
     moments = {name: put(name, 0.5 * value) for name, value in values.items()}
@@ -94,8 +95,15 @@ def run_pair(task, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pair = [subprocess.Popen([sys.executable, __file__, task, str(folder), str(port), str(i)], stderr=subprocess.PIPE, text=True,
-                             env=os.environ | {"JAX_PLATFORMS": "cpu"}) for i in range(2)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, __file__, task, str(folder), str(port), str(i)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for i in range(2)
+    ]
     errors = [process.communicate(timeout=120)[1] for process in pair]
     assert [process.returncode for process in pair] == [0, 0], "\n".join(errors)[-3000:]
 

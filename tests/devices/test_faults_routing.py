@@ -30,8 +30,10 @@ def weights(**kwargs):
 
 def with_routers(params, change):
     """The weights, with `change` applied to each router's leaves."""
+
     def of(path, leaf):
         return change(path[-1].key, leaf) if "router" in [key.key for key in path] else leaf
+
     return jax.tree_util.tree_map_with_path(of, params)
 
 
@@ -68,8 +70,13 @@ def test_no_choice_of_experts_and_no_sort_is_recomputed():
     counts = {}
     for remat in (False, True):
         with jax.set_mesh(mesh):
-            jaxpr = jax.jit(lambda params, batch, remat=remat: steps.gradients(config, LOSSES, params, batch, switches_for(LOSSES, remat=remat))).trace(
-                tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh)).jaxpr
+            jaxpr = (
+                jax.jit(
+                    lambda params, batch, remat=remat: steps.gradients(config, LOSSES, params, batch, switches_for(LOSSES, remat=remat))
+                )
+                .trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh))
+                .jaxpr
+            )
         counts[remat] = {name: str(jaxpr).count(f"= {name}[") for name in ("top_k", "sort")}
     assert counts[True] == counts[False] and counts[False]["top_k"] == 1 and counts[False]["sort"] >= 1, counts
 

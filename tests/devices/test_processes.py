@@ -16,11 +16,22 @@ from moejax.parallel import processes
 from moejax.parallel.watch import EXIT_LOST
 
 TIMEOUT_S = 10
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
-         "SLURM_STEP_NUM_NODES": "4"}
-OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_VERSION": "4.1.6",
-            "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_VERSION": "4.1.6",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 VARIABLES = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX", *SLURM, *OPEN_MPI)
 
 
@@ -32,6 +43,7 @@ def environment(monkeypatch):
     def put(**values):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
+
     return put
 
 
@@ -124,8 +136,16 @@ def start_pair(mode, victim):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pair = [subprocess.Popen([sys.executable, __file__, mode, str(victim), str(port), str(i)], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(2)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, __file__, mode, str(victim), str(port), str(i)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
     ended_s, began_s = {}, time.monotonic()
     while len(ended_s) < 2:
         if time.monotonic() - began_s > 90:

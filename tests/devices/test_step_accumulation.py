@@ -43,22 +43,34 @@ def with_labels(batch: Batch, num: int) -> Batch:
     return dataclasses.replace(batch, weights_BL=weights_BL.astype(np.float32))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"expert": 8}, *(pytest.param({axis: size}, marks=pytest.mark.slow) for axis, size in
-                                   (("data", 8), ("fsdp", 8), ("expert", 2)))], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"expert": 8}, *(pytest.param({axis: size}, marks=pytest.mark.slow) for axis, size in (("data", 8), ("fsdp", 8), ("expert", 2)))],
+    ids=str,
+)
 def test_identical_microbatches_add_up_to_the_same_mean(sizes):
     batch = tiny.batch()
     same(run(ALL, join(batch, batch), accumulation=2, **sizes), run(ALL, batch))
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-                                   pytest.param({"expert": 4}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "expert": 2},
+        pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param({"expert": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_alone_moves_the_router_the_same_on_every_mesh_and_split(kind, sizes):
     with_coef = lambda coef: dataclasses.replace(PLAIN, balance=kind, balance_coef=coef)
     batch = tiny.batch(rows=16)
     alone = {}
     for place, kwargs in (("one device", {}), ("mesh", {"accumulation": 4, **sizes})):
-        zero, one, two = (run(with_coef(coef), batch, **kwargs)[1]["head"]["0"]["feed_forward"]["router"]["weight_DE"] for coef in (0.0, 1.0, 2.0))
+        zero, one, two = (
+            run(with_coef(coef), batch, **kwargs)[1]["head"]["0"]["feed_forward"]["router"]["weight_DE"] for coef in (0.0, 1.0, 2.0)
+        )
         alone[place] = one - zero
         assert np.abs(one - zero).max() > 1e-5
         np.testing.assert_allclose(two - zero, 2 * (one - zero), rtol=0, atol=1e-14)
@@ -81,8 +93,10 @@ def test_one_microbatch_of_100_labels_and_one_of_1_give_the_mean_over_101():
     assert joined.weights_BL.sum() == 101
     got = run(ALL, joined, accumulation=2)
     same(got, run(ALL, joined))
-    parts = [run(ALL, join(part, dataclasses.replace(other, weights_BL=0 * other.weights_BL)), accumulation=2)[2].nll
-             for part, other in ((first, second), (second, first))]
+    parts = [
+        run(ALL, join(part, dataclasses.replace(other, weights_BL=0 * other.weights_BL)), accumulation=2)[2].nll
+        for part, other in ((first, second), (second, first))
+    ]
     np.testing.assert_allclose(got[2].nll, sum(parts), rtol=1e-12)
 
 

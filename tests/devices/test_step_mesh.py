@@ -45,8 +45,11 @@ def layer_of_experts(**sizes):
     rng, batch = np.random.default_rng(0), tiny.batch()
     place = lambda param: sharding(mesh, param.get_metadata()["out_sharding"])
     draw = lambda shape: rng.normal(0, 0.3, shape).astype(np.float32)
-    state = jax.tree.map(lambda param: param.replace(jax.device_put(draw(param.shape), place(param))), state,
-                         is_leaf=lambda node: isinstance(node, nnx.Variable))
+    state = jax.tree.map(
+        lambda param: param.replace(jax.device_put(draw(param.shape), place(param))),
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
     x_BLD, dy_BLD, batch = jax.device_put((draw((8, 16, 16)), draw((8, 16, 16)), batch), NamedSharding(mesh, ROWS))
 
     @jax.jit
@@ -54,13 +57,16 @@ def layer_of_experts(**sizes):
         def loss(state, x_BLD):
             context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=Switches())
             return jax.numpy.vdot(nnx.merge(graph, state)(x_BLD, context)[0], dy_BLD)
+
         return jax.value_and_grad(loss, (0, 1))(state, x_BLD)
 
     with jax.set_mesh(mesh):
         return jax.device_get(run(state, x_BLD, dy_BLD, batch))
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 2}, {"expert": 8}, {"fsdp": 2, "expert": 4}, pytest.param({"expert": 4}, marks=pytest.mark.slow)], ids=name)
+@pytest.mark.parametrize(
+    "sizes", [{"expert": 2}, {"expert": 8}, {"fsdp": 2, "expert": 4}, pytest.param({"expert": 4}, marks=pytest.mark.slow)], ids=name
+)
 def test_every_gradient_of_a_float32_layer_is_that_of_one_device(sizes):
     _, want = layer_of_experts()
     _, grads = layer_of_experts(**sizes)

@@ -33,11 +33,20 @@ def test_one_step_moves_every_weight():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [
-    tiny.model("gdn", moe=tiny.moe(latent_width=8)), tiny.model("mla", residual=ResidualConfig(kind="mhc", num_streams=2)),
-    tiny.model("gqa", "gqa", "gqa", residual=ResidualConfig(kind="block_attnres", block_size=2), moe=tiny.moe(shared_gate=True)),
-    tiny.model("gqa", gqa=tiny.GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate=True, sinks=True), tie_embeddings=True),
-], ids=["gdn, latent experts", "mla, mhc", "block_attnres, shared gate", "gqa with all switches"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny.model("gdn", moe=tiny.moe(latent_width=8)),
+        tiny.model("mla", residual=ResidualConfig(kind="mhc", num_streams=2)),
+        tiny.model("gqa", "gqa", "gqa", residual=ResidualConfig(kind="block_attnres", block_size=2), moe=tiny.moe(shared_gate=True)),
+        tiny.model(
+            "gqa",
+            gqa=tiny.GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate=True, sinks=True),
+            tie_embeddings=True,
+        ),
+    ],
+    ids=["gdn, latent experts", "mla, mhc", "block_attnres, shared gate", "gqa with all switches"],
+)
 def test_one_step_moves_every_weight_of_other_models(config):
     _, still = moved(tiny.trainer(config, LossConfig(bias_update="sign"), ADAMW))
     assert not still
@@ -65,9 +74,15 @@ def poisoned(state, path, stack):
     return dataclasses.replace(state, params=params)
 
 
-@pytest.mark.parametrize("path, stack, name", [
-    ("unit/1/mixer/q_DHC", 1, "layer 3, mixer (mla)"), ("unit/0/mixer/v_DGC", 1, "layer 2, mixer (gqa)"),
-    ("unit/1/feed_forward/shared/up_DF", 0, "layer 1, feed-forward (moe)"), ("unit/0/mixer_norm/scale_D", 0, "layer 0, mixer (gqa)")])
+@pytest.mark.parametrize(
+    "path, stack, name",
+    [
+        ("unit/1/mixer/q_DHC", 1, "layer 3, mixer (mla)"),
+        ("unit/0/mixer/v_DGC", 1, "layer 2, mixer (gqa)"),
+        ("unit/1/feed_forward/shared/up_DF", 0, "layer 1, feed-forward (moe)"),
+        ("unit/0/mixer_norm/scale_D", 0, "layer 0, mixer (gqa)"),
+    ],
+)
 def test_debug_names_the_layer_that_makes_the_first_nan(path, stack, name):
     trainer = debug_step()
     plan = resolve(RunConfig(name="debug", model=dataclasses.replace(DEEP, vocab_size=256), mesh=MeshConfig(fsdp=1)), 1)

@@ -21,7 +21,8 @@ torch.Tensor.float = lambda self: to(self, torch.float64)
 
 for folder in sorted((pathlib.Path(__file__).parent / "models").glob("qwen3_*")):
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     golden = np.load(folder / "io.npz")
     tokens_BL = torch.tensor(golden["input_ids"]).long()
     logits_BLV = model(input_ids=tokens_BL).logits
@@ -38,6 +39,8 @@ for folder in sorted((pathlib.Path(__file__).parent / "models").glob("qwen3_*"))
             grads |= {name.replace("down_proj", f"{expert}.down_proj.weight"): each for expert, each in enumerate(grad)}
         else:
             grads[name] = grad
-    save_file({name: np.ascontiguousarray(grad.float().numpy().astype(np.float32)) for name, grad in grads.items()},
-              folder / "float64_grads.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(grad.float().numpy().astype(np.float32)) for name, grad in grads.items()},
+        folder / "float64_grads.safetensors",
+    )
     print(folder.name, np.abs(logits_BLV.detach().numpy() - golden["logits"]).max() / np.abs(golden["logits"]).max())

@@ -19,13 +19,16 @@ def test_the_layout_is_the_same_for_arrays_and_their_shapes():
     assert layout(shapes, "adamw")["arrays"]["params/embed/weight_VD"] == "float32[8,4]"
 
 
-@pytest.mark.parametrize(("other", "optimizer", "words"), [
-    (lambda: state(width=5), "adamw", ["params/embed/weight_VD: stored float32[8,4], the run has float32[8,5]"]),
-    (lambda: state(dtype=jnp.bfloat16), "adamw", ["params/embed/weight_VD: stored float32[8,4], the run has bfloat16[8,4]"]),
-    (lambda: state(optimizer=optax.sgd(1.0)), "sgd", ["optimizer: stored adamw, the run has sgd", "the run has nothing"]),
-    (state, "muon", ["optimizer: stored adamw, the run has muon"]),
-    (lambda: state() | {"more": jnp.zeros(2)}, "adamw", ["more: stored nothing, the run has float32[2]"]),
-])
+@pytest.mark.parametrize(
+    ("other", "optimizer", "words"),
+    [
+        (lambda: state(width=5), "adamw", ["params/embed/weight_VD: stored float32[8,4], the run has float32[8,5]"]),
+        (lambda: state(dtype=jnp.bfloat16), "adamw", ["params/embed/weight_VD: stored float32[8,4], the run has bfloat16[8,4]"]),
+        (lambda: state(optimizer=optax.sgd(1.0)), "sgd", ["optimizer: stored adamw, the run has sgd", "the run has nothing"]),
+        (state, "muon", ["optimizer: stored adamw, the run has muon"]),
+        (lambda: state() | {"more": jnp.zeros(2)}, "adamw", ["more: stored nothing, the run has float32[2]"]),
+    ],
+)
 def test_the_first_differences_are_listed(other, optimizer, words):
     with pytest.raises(LayoutError) as error:
         check(layout(state(), "adamw"), layout(other(), optimizer), where="runs/a/checkpoints/3")

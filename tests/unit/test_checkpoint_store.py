@@ -31,6 +31,7 @@ def start():
 def train(state, key):
     def loss(params):
         return jnp.sum(jnp.square(params["scale_D"].astype(jnp.float32) @ params["up_DF"] - jax.random.normal(key, (32,))))
+
     updates, moments = OPTIMIZER.update(jax.grad(loss)(state["params"]), state["moments"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "moments": moments, "step": state["step"] + 1}
 
@@ -98,6 +99,7 @@ def test_a_missing_checkpoint_is_fatal_and_lists_what_exists(two_saved):
 def test_another_layout_is_fatal_before_a_tensor_is_read(two_saved, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a tensor was read")
+
     monkeypatch.setattr(store.ocp.StandardCheckpointHandler, "restore", refuse)
     with pytest.raises(LayoutError, match=r"x: stored float32\[2\], the run has float32\[3\]"):
         two_saved.restore(2, like={"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
@@ -134,8 +136,9 @@ def test_a_process_killed_while_it_saves_leaves_the_older_checkpoint_whole(tmp_p
     wait_s = random.Random(0)
     newest = 0
     for _ in range(2):
-        victim = subprocess.Popen([sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-                                  env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        victim = subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
         sure = int(victim.stdout.readline())
         time.sleep(wait_s.uniform(0, 0.3))
         victim.send_signal(signal.SIGKILL)

@@ -28,8 +28,19 @@ MLA = LATENT_Q + LATENT_KV + LATENT_OUT + LATENT_ATTENTION * KEYS
 MLA_DIRECT_Q = 32 * 4 * 12 + LATENT_KV + LATENT_OUT + LATENT_ATTENTION * KEYS
 INDEXER = 24 * 4 * 8 + 32 * 8 + 32 * 4 + 4 * 8 * KEYS  # queries from the latent, one key, weights, and scores of all keys
 DSA = LATENT_Q + LATENT_KV + LATENT_OUT + LATENT_ATTENTION * CHOSEN + INDEXER
-DSA_POOLED = (32 * 24 + 24 * 4 * 8 + 32 * 16 + 16 * 4 * 16 + LATENT_OUT + 4 * (8 + 8) * CHOSEN  # no rotary channels
-              + 24 * 4 * 8 + 32 * 8 + 32 * 4 + 32 * 8 + 4 * 8 * KEYS / 4)  # pooling gate; a fourth of the keys
+DSA_POOLED = (
+    32 * 24
+    + 24 * 4 * 8
+    + 32 * 16
+    + 16 * 4 * 16
+    + LATENT_OUT
+    + 4 * (8 + 8) * CHOSEN  # no rotary channels
+    + 24 * 4 * 8
+    + 32 * 8
+    + 32 * 4
+    + 32 * 8
+    + 4 * 8 * KEYS / 4
+)  # pooling gate; a fourth of the keys
 # chunked delta rule, per head and token, chunks of 64: A, Aqk; T times [K V]; Aqk times V; three products with the state
 DELTA = 2 * 64 * 8 + 64 * (8 + 8) + 64 * 8 + 3 * 8 * 8
 KDA = 3 * 32 * 32 + (32 * 8 + 8 * 32) + 32 * 4 + (32 * 8 + 8 * 32) + 32 * 32 + 4 * 96 + 4 * DELTA  # qkv, decay, beta, gate, out, conv
@@ -56,12 +67,26 @@ MULTIPLY_ADDS = {
 }
 
 KIMI_K3 = ModelConfig(
-    vocab_size=163840, width=7168, num_layers=93, mixers=("kda", "kda", "kda", "mla") * 23 + ("mla",), num_dense_layers=1, dense_hidden=33792,
-    norm_eps=1e-5, kda=KDAConfig(num_heads=96, key_dim=128, value_dim=128, full_rank_gate=True),
+    vocab_size=163840,
+    width=7168,
+    num_layers=93,
+    mixers=("kda", "kda", "kda", "mla") * 23 + ("mla",),
+    num_dense_layers=1,
+    dense_hidden=33792,
+    norm_eps=1e-5,
+    kda=KDAConfig(num_heads=96, key_dim=128, value_dim=128, full_rank_gate=True),
     mla=MLAConfig(num_heads=96, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128, output_gate=True),
-    moe=MoEConfig(num_experts=896, experts_per_token=16, hidden=3072, shared_hidden=6144, latent_width=3584,
-                  router=RouterConfig(score="sigmoid", correction_bias=True)),
-    activation=ActivationConfig(kind="situ"), residual=ResidualConfig(kind="block_attnres"))
+    moe=MoEConfig(
+        num_experts=896,
+        experts_per_token=16,
+        hidden=3072,
+        shared_hidden=6144,
+        latent_width=3584,
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+    ),
+    activation=ActivationConfig(kind="situ"),
+    residual=ResidualConfig(kind="block_attnres"),
+)
 
 
 def golden(family: str) -> ModelConfig:
@@ -87,13 +112,21 @@ def test_counted_parameters_of_the_main_job_equal_its_weights():
     assert total(model, "params") == size(model)
 
 
-@pytest.mark.parametrize("switches", [
-    {"mixers": ("dsa",), "gqa": GQAConfig(qk_norm=True), "indexer": IndexerConfig(base="gqa")},
-    {"mixers": ("gqa",), "gqa": GQAConfig(sinks=True, window=16), "tie_embeddings": True},
-    {"mixers": ("dsa", "dsa_shared"), "mla": MLAConfig(q_lora_rank=16)},
-    {"mixers": ("kda",), "kda": KDAConfig(num_heads=4, num_key_heads=2, value_dim=16)},
-    {"mixers": ("gdn",), "gdn": GDNConfig(value_dim=16), "moe": MoEConfig(latent_width=24, latent_norm=False, shared_hidden=8, shared_gate=True)},
-], ids=["dsa on gqa", "sinks, tied", "shared index", "grouped kda", "latent without norm"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"mixers": ("dsa",), "gqa": GQAConfig(qk_norm=True), "indexer": IndexerConfig(base="gqa")},
+        {"mixers": ("gqa",), "gqa": GQAConfig(sinks=True, window=16), "tie_embeddings": True},
+        {"mixers": ("dsa", "dsa_shared"), "mla": MLAConfig(q_lora_rank=16)},
+        {"mixers": ("kda",), "kda": KDAConfig(num_heads=4, num_key_heads=2, value_dim=16)},
+        {
+            "mixers": ("gdn",),
+            "gdn": GDNConfig(value_dim=16),
+            "moe": MoEConfig(latent_width=24, latent_norm=False, shared_hidden=8, shared_gate=True),
+        },
+    ],
+    ids=["dsa on gqa", "sinks, tied", "shared index", "grouped kda", "latent without norm"],
+)
 def test_counted_parameters_of_other_switches_equal_the_tree_of_weights(switches):
     model = ModelConfig(**switches)
     assert total(model, "params") == size(model)

@@ -25,9 +25,16 @@ def config(tmp_path):
     for number, length in enumerate(lengths[:30]):
         (tmp_path / f"{number}.txt").write_text("a" * int(length - 1) + chr(48 + number))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": "b" * int(length)}) + "\n" for length in lengths[30:]))
-    return DataConfig(sources=(SourceConfig(kind="text", path=str(tmp_path / "*.txt"), weight=3.0),
-                               SourceConfig(kind="jsonl", path=str(tmp_path / "b.jsonl"), weight=1.0)),
-                      seq_len=32, batch_size=8, pack_rows=3, heldout_percent=30)
+    return DataConfig(
+        sources=(
+            SourceConfig(kind="text", path=str(tmp_path / "*.txt"), weight=3.0),
+            SourceConfig(kind="jsonl", path=str(tmp_path / "b.jsonl"), weight=1.0),
+        ),
+        seq_len=32,
+        batch_size=8,
+        pack_rows=3,
+        heldout_percent=30,
+    )
 
 
 def take(loader, num):
@@ -83,7 +90,7 @@ def test_the_state_belongs_to_the_batch_handed_out_not_to_those_prefetched(confi
         states.append(json.loads(json.dumps(loader.state())))
     for at in (4, 0, 5, 2):  # forwards and backwards, on the very same loader, its thread running
         loader.restore(states[at])
-        assert_same(take(loader, 1), batches[at:at + 1])
+        assert_same(take(loader, 1), batches[at : at + 1])
     loader.close()
 
 
@@ -97,8 +104,11 @@ def test_the_state_is_small(config):
 def test_a_state_of_another_stream_is_refused_by_name(config):
     loader = Loader(config, split="train")
     state = loader.state()
-    for change, message in (({"seq_len": 16}, "seq_len: saved 32, now 16"), ({"shuffle_seed": 3}, "shuffle_seed: saved 0, now 3"),
-                            ({"sources": config.sources[:1]}, "sources: saved")):
+    for change, message in (
+        ({"seq_len": 16}, "seq_len: saved 32, now 16"),
+        ({"shuffle_seed": 3}, "shuffle_seed: saved 0, now 3"),
+        ({"sources": config.sources[:1]}, "sources: saved"),
+    ):
         other = Loader(dataclasses.replace(config, **change), split="train")
         with pytest.raises(StateMismatchError, match=message):
             other.restore(state)
@@ -145,7 +155,7 @@ def test_documents_come_in_the_shares_of_their_weights_and_in_a_new_order_each_e
     assert abs(sum("b" not in text for text in texts) - 300) <= 2
     ends = [text[-1] for text in texts if "b" not in text]
     size = len(splits[0])
-    epochs = [ends[at:at + size] for at in range(0, 4 * size, size)]
+    epochs = [ends[at : at + size] for at in range(0, 4 * size, size)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 

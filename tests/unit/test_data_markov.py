@@ -14,7 +14,7 @@ from moejax.data.markov import MarkovModel
 
 
 def steps(text):
-    return ((bytes(2) + text)[at:at + 3] for at in range(len(text)))
+    return ((bytes(2) + text)[at : at + 3] for at in range(len(text)))
 
 
 def by_definition(train, test):

@@ -58,7 +58,7 @@ def test_targets_stay_inside_their_document_and_padding_weighs_nothing(lengths, 
         np.testing.assert_array_equal(batch.targets_BL[row], want_targets + [0] * free)
         np.testing.assert_array_equal(batch.weights_BL[row], want_weights + [0] * free)
         np.testing.assert_array_equal(batch.positions_BL[row], want_positions + [0] * free)
-        assert (ids_BL[row, sizes["seq_len"] - free:] == -1).all()
+        assert (ids_BL[row, sizes["seq_len"] - free :] == -1).all()
 
 
 def as_lists(rows):

@@ -74,13 +74,16 @@ def test_a_library_in_a_folder_named_like_a_package_folder_is_still_read(tmp_pat
     assert documents(source) == {"good.py": "x = 1\n"} and source.skipped == ["bad.py"]
 
 
-@pytest.mark.parametrize("line, message", [
-    ('{"text": "ok"', r"x\.jsonl, line 2: not JSON"),
-    ("[1, 2]", r"x\.jsonl, line 2: .*must be an object.* got list"),
-    ('{"txt": "a", "id": 3}', r"x\.jsonl, line 2: no field 'text'; the record has 'txt', 'id'"),
-    ('{"text": 5}', r"x\.jsonl, line 2: field 'text' must be a string, got int 5"),
-    (b'{"text": "\xff"}', r"x\.jsonl, line 2: not UTF-8, byte 10 is 0xff"),
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "ok"', r"x\.jsonl, line 2: not JSON"),
+        ("[1, 2]", r"x\.jsonl, line 2: .*must be an object.* got list"),
+        ('{"txt": "a", "id": 3}', r"x\.jsonl, line 2: no field 'text'; the record has 'txt', 'id'"),
+        ('{"text": 5}', r"x\.jsonl, line 2: field 'text' must be a string, got int 5"),
+        (b'{"text": "\xff"}', r"x\.jsonl, line 2: not UTF-8, byte 10 is 0xff"),
+    ],
+)
 def test_a_wrong_record_is_named_with_its_line_and_what_is_there(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")

@@ -23,7 +23,8 @@ def word_tokenizer(path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="$A <end>", special_tokens=[("<end>", tokenizer.token_to_id("<end>"))])
+        single="$A <end>", special_tokens=[("<end>", tokenizer.token_to_id("<end>"))]
+    )
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(path))

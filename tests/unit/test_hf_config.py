@@ -11,40 +11,156 @@ from moejax.hf.families import FAMILIES, CheckpointError, Fields, rope_config
 from moejax.hf.load import read_config
 from moejax.model.rope import attention_scale, frequencies
 
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-        "mscale_all_dim": 1.0}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 DEEPSEEK_V3 = {  # as deepseek-ai/DeepSeek-V3 has it
-    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "moe_intermediate_size": 2048,
-    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
-    "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-    "tie_word_embeddings": False, "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": YARN}
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": YARN,
+}
 KIMI_LINEAR = {  # as moonshotai/Kimi-Linear-48B-A3B has it
-    "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-    "moe_intermediate_size": 1024, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "num_expert_group": 1,
-    "topk_group": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 2.446, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "kda_layers": [i for i in range(1, 27) if i % 4],
-                           "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}}
-KIMI_K3 = {"model_type": "kimi_k3", "text_config": {  # as moonshotai/Kimi-K3 has it
-    "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 33792, "num_hidden_layers": 93,
-    "num_attention_heads": 96, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "mla_use_nope": True, "mla_use_output_gate": True, "first_k_dense_replace": 1, "moe_intermediate_size": 3072, "num_experts": 896,
-    "num_experts_per_token": 16, "num_shared_experts": 2, "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True,
-    "routed_scaling_factor": 1.0, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
-    "attn_res_block_size": 12, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "linear_attn_config": {"full_attn_layers": [*range(4, 93, 4), 93], "kda_layers": [i for i in range(1, 93) if i % 4], "num_heads": 96,
-                           "head_dim": 128, "short_conv_kernel_size": 4, "use_full_rank_gate": True, "gate_lower_bound": -5.0}}}
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 1024,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "routed_scaling_factor": 2.446,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+}
+KIMI_K3 = {
+    "model_type": "kimi_k3",
+    "text_config": {  # as moonshotai/Kimi-K3 has it
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 33792,
+        "num_hidden_layers": 93,
+        "num_attention_heads": 96,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 3072,
+        "num_experts": 896,
+        "num_experts_per_token": 16,
+        "num_shared_experts": 2,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "routed_scaling_factor": 1.0,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": 12,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "linear_attn_config": {
+            "full_attn_layers": [*range(4, 93, 4), 93],
+            "kda_layers": [i for i in range(1, 93) if i % 4],
+            "num_heads": 96,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+        },
+    },
+}
 QWEN3_NEXT = {  # as Qwen/Qwen3-Next-80B-A3B has it
-    "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 10000000,
-    "rope_scaling": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 512,
-    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
 
 
 def parse(raw: dict, **changes):
@@ -59,7 +175,9 @@ def test_deepseek_v3_as_on_the_hub():
     router, moe = model.moe.router, model.moe
     assert (moe.num_experts, moe.experts_per_token, moe.hidden, moe.shared_hidden) == (256, 8, 2048, 2048)
     assert (router.score, router.correction_bias, router.num_groups, router.groups_kept, router.scale) == ("sigmoid", True, 8, 4, 2.5)
-    assert model.mla.rope == RopeConfig(kind="interleaved", theta=10000.0, yarn_factor=40.0, yarn_original_length=4096, yarn_mscale_all_dim=1.0)
+    assert model.mla.rope == RopeConfig(
+        kind="interleaved", theta=10000.0, yarn_factor=40.0, yarn_original_length=4096, yarn_mscale_all_dim=1.0
+    )
 
 
 def test_layers_of_kimi_linear_count_from_one_on_the_hub():
@@ -94,7 +212,10 @@ def test_qwen_layers_without_experts_are_dense():
 
 
 def test_rotation_reads_the_old_and_the_new_fields():
-    old, new = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    old, new = (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    )
     assert rope_config(Fields(old, "a"), "half") == rope_config(Fields(new, "a"), "half") == RopeConfig(kind="half", theta=5e5)
     assert rope_config(Fields({}, "a"), "half") == RopeConfig(kind="half")
 
@@ -109,13 +230,13 @@ def test_yarn_frequencies_equal_the_formula():
         plain = base ** (-2 * pair / dim)
         keep = 1 - min(max((pair - low) / (high - low), 0), 1)
         assert ours[pair] == pytest.approx(plain / factor * (1 - keep) + plain * keep, rel=1e-6)
-    assert np.all(ours[:low + 1] == frequencies(RopeConfig(kind="interleaved"), dim)[:low + 1]) and (low, high) == (10, 23)
+    assert np.all(ours[: low + 1] == frequencies(RopeConfig(kind="interleaved"), dim)[: low + 1]) and (low, high) == (10, 23)
 
 
 def test_yarn_scales_the_logits_of_attention():
     rope = rope_config(Fields(DEEPSEEK_V3, "a"), "interleaved")
-    assert attention_scale(rope, 192) == pytest.approx(192 ** -0.5 * (0.1 * math.log(40) + 1) ** 2)
-    assert attention_scale(RopeConfig(), 192) == pytest.approx(192 ** -0.5)
+    assert attention_scale(rope, 192) == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert attention_scale(RopeConfig(), 192) == pytest.approx(192**-0.5)
 
 
 def without(raw: dict, name: str) -> dict:
@@ -133,7 +254,10 @@ REFUSED = [
     (KIMI_LINEAR | {"mla_use_nope": False}, "mla_use_nope=False is not supported"),
     (KIMI_LINEAR | {"linear_attn_config": {"num_heads": 2}}, "config.json: linear_attn_config: field full_attn_layers is missing"),
     (QWEN3_NEXT | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3 is not supported; 4 would be"),
-    (QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]}, "layer_types has ['mamba']; ['full_attention', 'linear_attention'] are supported"),
+    (
+        QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]},
+        "layer_types has ['mamba']; ['full_attention', 'linear_attention'] are supported",
+    ),
 ]
 
 

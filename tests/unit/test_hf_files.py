@@ -33,15 +33,18 @@ def equal(ours: dict, theirs: dict) -> bool:
     return ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize(("name", "dtype", "kind"), [
-    ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", "FP8 weights"),
-    ("model.layers.0.self_attn.q_proj.weight_scale_inv", "F32", "FP8 weights"),
-    ("model.layers.0.block_sparse_moe.experts.0.w1.weight_packed", "U8", "MXFP4 blocks"),
-    ("model.layers.0.block_sparse_moe.experts.0.w1.weight_scale", "U8", "MXFP4 blocks"),
-    ("model.layers.2.self_attn.q_proj.weight", "F32", "multi-token-prediction (MTP) layers"),
-    ("mtp.layers.0.self_attn.q_proj.weight", "F32", "multi-token-prediction (MTP) layers"),
-    ("model.layers.0.self_attn.q_proj.weight_index", "U8", "dtype U8"),
-])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", "FP8 weights"),
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "F32", "FP8 weights"),
+        ("model.layers.0.block_sparse_moe.experts.0.w1.weight_packed", "U8", "MXFP4 blocks"),
+        ("model.layers.0.block_sparse_moe.experts.0.w1.weight_scale", "U8", "MXFP4 blocks"),
+        ("model.layers.2.self_attn.q_proj.weight", "F32", "multi-token-prediction (MTP) layers"),
+        ("mtp.layers.0.self_attn.q_proj.weight", "F32", "multi-token-prediction (MTP) layers"),
+        ("model.layers.0.self_attn.q_proj.weight_index", "U8", "dtype U8"),
+    ],
+)
 def test_a_kind_of_tensor_that_is_not_read_is_refused_by_name(name, dtype, kind, tmp_path):
     copy("mixtral", tmp_path)
     write_raw(tmp_path / "more.safetensors", name, dtype, np.zeros(4, np.float32 if dtype == "F32" else np.uint8))
@@ -55,10 +58,13 @@ def test_missing_and_unknown_keys_are_listed(tmp_path):
         tensors["model.layers.0.self_attn.bias"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
         del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
         return tensors
+
     with pytest.raises(CheckpointError) as refused:
         moejax.load_hf(copy("mixtral", tmp_path, change))
-    assert ("2 missing keys: model.layers.0.self_attn.q_proj.weight, model.layers.1.block_sparse_moe.experts.3.w2.weight; "
-            "1 unknown keys: model.layers.0.self_attn.bias") in str(refused.value)
+    assert (
+        "2 missing keys: model.layers.0.self_attn.q_proj.weight, model.layers.1.block_sparse_moe.experts.3.w2.weight; "
+        "1 unknown keys: model.layers.0.self_attn.bias"
+    ) in str(refused.value)
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path):
@@ -93,7 +99,9 @@ def test_half_precision_files_become_float32_masters(dtype, tmp_path):
     narrow = lambda tensors: {key: tensor.astype(dtype) for key, tensor in tensors.items()}
     model = moejax.load_hf(copy("mixtral", tmp_path, narrow))
     assert model.params["embed"]["weight_VD"].dtype == "float32"
-    assert equal(model.to_hf(model.params), {key: tensor.astype(np.float32) for key, tensor in load_file(tmp_path / "model.safetensors").items()})
+    assert equal(
+        model.to_hf(model.params), {key: tensor.astype(np.float32) for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    )
 
 
 def test_float64_without_x64_is_refused():

@@ -33,8 +33,11 @@ def test_the_text_teaches_the_indexer_nothing_and_the_indexer_the_model_nothing(
             np.testing.assert_array_equal(one[path], zero[path], err_msg=path)
 
 
-@pytest.mark.parametrize("kwargs", [{"accumulation": 4}, {"expert": 2, "fsdp": 2, "accumulation": 2}, pytest.param({"expert": 8}, marks=pytest.mark.slow)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"accumulation": 4}, {"expert": 2, "fsdp": 2, "accumulation": 2}, pytest.param({"expert": 8}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_indexers_loss_is_the_same_on_every_mesh_and_split(kwargs):
     _, want, want_report = run("sparse", 1.0)
     _, got, report = run("sparse", 1.0, **kwargs)

@@ -15,9 +15,13 @@ LENGTH, BORDER = 32, 15
 POOLED = tiny.model("dsa", indexer=tiny.IndexerConfig(num_heads=2, head_dim=8, topk=4, pool=2, rotary_dim=4), vocab_size=128)
 GATED = tiny.GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate=True, window=5, sinks=True)
 CONFIGS = {
-    "gqa": tiny.model("gqa", "gqa", vocab_size=128), "gqa with window and sinks": tiny.model("gqa", vocab_size=128, gqa=GATED),
-    "mla": tiny.model("mla", vocab_size=128), "dsa": tiny.model("dsa", vocab_size=128), "pooled dsa": POOLED,
-    "gdn": tiny.model("gdn", vocab_size=128), "kda": tiny.model("kda", vocab_size=128),
+    "gqa": tiny.model("gqa", "gqa", vocab_size=128),
+    "gqa with window and sinks": tiny.model("gqa", vocab_size=128, gqa=GATED),
+    "mla": tiny.model("mla", vocab_size=128),
+    "dsa": tiny.model("dsa", vocab_size=128),
+    "pooled dsa": POOLED,
+    "gdn": tiny.model("gdn", vocab_size=128),
+    "kda": tiny.model("kda", vocab_size=128),
     "kda, softplus": tiny.model("kda", vocab_size=128, kda=tiny.KDAConfig(num_heads=2, key_dim=8, value_dim=8, decay="softplus")),
 }
 HYBRID = tiny.model("kda", "dsa", "kda", "dsa", vocab_size=128)
@@ -26,12 +30,15 @@ HYBRID = tiny.model("kda", "dsa", "kda", "dsa", vocab_size=128)
 @functools.cache
 def compiled(config):
     """Hidden states, and the loss's gradient to each token's embedding: document 2 has a token of the vocabulary for each place."""
+
     def run(params, batch):
         def loss(params):
             output = language_model.forward(config, params, batch)
             return language_model.cross_entropy_sums(output, batch).loss_sum, output.hidden_BLD
+
         (_, hidden_BLD), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return hidden_BLD, grads["embed"]["weight_VD"]
+
     return jax.jit(run)
 
 
@@ -41,8 +48,10 @@ def second_document(config, first_tokens, *, ids_L=None):
     ids_L = np.where(np.arange(LENGTH) < BORDER, 0, 1) if ids_L is None else ids_L
     mesh = mesh_from()
     with jax.set_mesh(mesh):
-        hidden_BLD, grad_VD = compiled(config)(tiny.lay(weights(config), config, mesh), jax.device_put(Batch.build(tokens_L[None], ids_L[None])))
-    return np.asarray(hidden_BLD)[0, BORDER:], np.asarray(grad_VD)[64:64 + LENGTH - BORDER]
+        hidden_BLD, grad_VD = compiled(config)(
+            tiny.lay(weights(config), config, mesh), jax.device_put(Batch.build(tokens_L[None], ids_L[None]))
+        )
+    return np.asarray(hidden_BLD)[0, BORDER:], np.asarray(grad_VD)[64 : 64 + LENGTH - BORDER]
 
 
 def weights(config):

@@ -23,8 +23,8 @@ def by_hand(logits_E, bias_E, config):
     choice_E = scores_E + bias_E
     size = EXPERTS // config.num_groups
     group = lambda expert: expert // size
-    worth = [sum(sorted(choice_E[g * size:(g + 1) * size])[-2:]) for g in range(config.num_groups)]
-    open_groups = sorted(range(config.num_groups), key=lambda g: (-worth[g], g))[:config.groups_kept]
+    worth = [sum(sorted(choice_E[g * size : (g + 1) * size])[-2:]) for g in range(config.num_groups)]
+    open_groups = sorted(range(config.num_groups), key=lambda g: (-worth[g], g))[: config.groups_kept]
     allowed = [expert for expert in range(EXPERTS) if group(expert) in open_groups]
     ids = sorted(allowed, key=lambda expert: (-choice_E[expert], expert))[:CHOSEN]
     weights = scores_E[ids]
@@ -53,7 +53,9 @@ def test_softmax_over_the_chosen_logits_equals_a_renormalised_softmax():
 
 @pytest.mark.parametrize("config", [CONFIGS["softmax"], CONFIGS["sigmoid, groups"]], ids=["plain", "groups"])
 def test_of_equal_scores_the_lower_expert_wins(config):
-    routing = route(np.zeros((1, 4, EXPERTS), np.float32), np.zeros(EXPERTS, np.float32), np.ones((1, 4), bool), experts_per_token=CHOSEN, config=config)
+    routing = route(
+        np.zeros((1, 4, EXPERTS), np.float32), np.zeros(EXPERTS, np.float32), np.ones((1, 4), bool), experts_per_token=CHOSEN, config=config
+    )
     assert np.asarray(routing.ids_BLK).tolist() == [[list(range(CHOSEN))] * 4]
 
 
@@ -63,6 +65,7 @@ def test_the_bias_changes_the_choice_but_no_weight_and_gets_no_gradient():
 
     def total(bias_E):
         return route(logits_BLE, bias_E, np.ones((1, 6), bool), experts_per_token=CHOSEN, config=config).probs_BLK.sum()
+
     bias_E = np.zeros(EXPERTS, np.float32)
     bias_E[5] = 10
     routing = route(logits_BLE, bias_E, np.ones((1, 6), bool), experts_per_token=CHOSEN, config=config)

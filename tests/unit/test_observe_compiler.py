@@ -18,9 +18,11 @@ def sharded(*spec):
 
 def compile_reshard(old, new):
     """A program that moves a tensor from one sharding to another."""
+
     def reshard(x_DF):
         with jax.named_scope("the_culprit"):
             return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(jnp.cos(x_DF), old), new)
+
     return jax.jit(reshard, in_shardings=old).lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile()
 
 
@@ -50,6 +52,7 @@ def test_a_check_that_would_see_nothing_is_refused(monkeypatch):
 
 def test_an_error_inside_the_block_comes_through_and_stderr_is_whole_again(capfd):
     import os
+
     with pytest.raises(ZeroDivisionError), refuse_replication():
         os.write(2, b"inside ")
         raise ZeroDivisionError

@@ -64,6 +64,7 @@ def test_the_run_folder_holds_config_versions_and_git_state(tmp_path):
 def test_the_git_state_names_commit_and_changes(tmp_path):
     def git(*args):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True, capture_output=True)
+
     git("init")
     (tmp_path / "file").write_text("one\n")
     git("add", "file")

@@ -41,8 +41,13 @@ class AttentionCase:
             return jnp.asarray(random.standard_normal(shape), dtype)
 
         at = (self.rows, self.length)
-        return (draw(*at, self.heads, self.key_dim), draw(*at, self.key_heads, self.key_dim), draw(*at, self.key_heads, self.value_dim),
-                draw(self.heads) if self.has_sinks else None, draw(*at, self.heads, self.value_dim))
+        return (
+            draw(*at, self.heads, self.key_dim),
+            draw(*at, self.key_heads, self.key_dim),
+            draw(*at, self.key_heads, self.value_dim),
+            draw(self.heads) if self.has_sinks else None,
+            draw(*at, self.heads, self.value_dim),
+        )
 
 
 SMALL = (

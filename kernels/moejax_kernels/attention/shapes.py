@@ -26,8 +26,10 @@ def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]
             raise ValueError(f"{op}: {name} must hold {'integers' if wanted is jnp.integer else 'floats'}, got {array.dtype}.")
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"{op}: {name} is {shape}, so {letter}={size}, but {owner[letter]} has {letter}={sizes[letter]}. "
-                                 f"Give both the same {letter}.")
+                raise ValueError(
+                    f"{op}: {name} is {shape}, so {letter}={size}, but {owner[letter]} has {letter}={sizes[letter]}. "
+                    f"Give both the same {letter}."
+                )
             owner.setdefault(letter, f"{name} {shape}")
     return sizes
 
@@ -41,5 +43,7 @@ def check_heads(op: str, num_heads: int, num_key_heads: int) -> None:
 def check_segments(op: str, segments, num_rows: int, length: int) -> None:
     """Raises ValueError unless the segments describe [num_rows, length] tokens."""
     if segments is not None and jnp.shape(segments.ids_BL) != (num_rows, length):
-        raise ValueError(f"{op}: segments were built for ids of shape {jnp.shape(segments.ids_BL)}, the arrays have B={num_rows}, "
-                         f"L={length}. Build them from ids of that shape.")
+        raise ValueError(
+            f"{op}: segments were built for ids of shape {jnp.shape(segments.ids_BL)}, the arrays have B={num_rows}, "
+            f"L={length}. Build them from ids of that shape."
+        )

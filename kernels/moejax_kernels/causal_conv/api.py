@@ -9,8 +9,15 @@ from moejax_kernels.segments import Segments
 IMPLEMENTATIONS = {"xla": xla.causal_conv, "reference": reference.causal_conv}
 
 
-def causal_conv(x_BLD, weight_D4, *, segments: Segments | None = None, history_B3D=None, activation: str | None = "silu",
-                implementation: Implementation | None = None):
+def causal_conv(
+    x_BLD,
+    weight_D4,
+    *,
+    segments: Segments | None = None,
+    history_B3D=None,
+    activation: str | None = "silu",
+    implementation: Implementation | None = None,
+):
     """Depthwise causal convolution over four tokens of a document, then an activation.
 
     Args:
@@ -34,8 +41,11 @@ def causal_conv(x_BLD, weight_D4, *, segments: Segments | None = None, history_B
     Source: the short convolution of Mamba (Gu and Dao 2023) as in Gated DeltaNet and KDA, arXiv 2412.06464 and 2510.26692.
     """
     B, L, D = _shape(x_BLD)
-    wanted = {"x_BLD": (x_BLD, (B, L, D)), "weight_D4": (weight_D4, (D, reference.TAPS)),
-              "history_B3D": (history_B3D, (B, reference.TAPS - 1, D))}
+    wanted = {
+        "x_BLD": (x_BLD, (B, L, D)),
+        "weight_D4": (weight_D4, (D, reference.TAPS)),
+        "history_B3D": (history_B3D, (B, reference.TAPS - 1, D)),
+    }
     for name, (array, shape) in wanted.items():
         if array is None:
             continue
@@ -44,8 +54,9 @@ def causal_conv(x_BLD, weight_D4, *, segments: Segments | None = None, history_B
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"causal_conv: {name} must be floating point, got {array.dtype}. Cast it, for example to float32.")
     if segments is not None and segments.ids_BL.shape != (B, L):
-        raise ValueError(f"causal_conv: segments are for {segments.ids_BL.shape} tokens, x has {(B, L)}. "
-                         "Build them from the ids of this batch.")
+        raise ValueError(
+            f"causal_conv: segments are for {segments.ids_BL.shape} tokens, x has {(B, L)}. Build them from the ids of this batch."
+        )
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"causal_conv: activation={activation!r} is unknown; use 'silu' or None.")
     run = choose("causal_conv", implementation, IMPLEMENTATIONS)

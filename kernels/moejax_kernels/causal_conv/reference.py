@@ -28,8 +28,9 @@ def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation
 
     dtype = jnp.promote_types(jnp.result_type(x_BLD, weight_D4), jnp.float32)
     weight_D4 = weight_D4.astype(dtype)
-    sum_BLD = sum(weight_D4[:, TAPS - 1 - n] * tap_BLD.astype(dtype) for n, tap_BLD in
-                  enumerate(chain(jnp.broadcast_to(at_L + TAPS, (B, L)))))
+    sum_BLD = sum(
+        weight_D4[:, TAPS - 1 - n] * tap_BLD.astype(dtype) for n, tap_BLD in enumerate(chain(jnp.broadcast_to(at_L + TAPS, (B, L))))
+    )
     y_BLD = jnp.where(real_BL[..., None], ACTIVATIONS[activation](sum_BLD), 0).astype(x_BLD.dtype)
     last_B1 = jnp.where(real_BL, at_L + TAPS, TAPS - 1).max(axis=1, keepdims=True)
-    return y_BLD, jnp.concatenate(list(chain(last_B1))[TAPS - 2::-1], axis=1)
+    return y_BLD, jnp.concatenate(list(chain(last_B1))[TAPS - 2 :: -1], axis=1)

@@ -9,8 +9,10 @@ from moejax_kernels.implementation import UnsupportedError
 def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation="silu"):
     """As `reference.causal_conv`."""
     if segments is not None and segments.index_BL is not None:
-        raise UnsupportedError("causal_conv: implementation='xla' takes packed documents, not segments with parents. "
-                               "Pass implementation='reference', or build the segments without parent.")
+        raise UnsupportedError(
+            "causal_conv: implementation='xla' takes packed documents, not segments with parents. "
+            "Pass implementation='reference', or build the segments without parent."
+        )
     B, L, D = x_BLD.shape
     dtype = jnp.promote_types(jnp.result_type(x_BLD, weight_D4), jnp.float32)
     weight_D4 = weight_D4.astype(dtype)
@@ -19,7 +21,7 @@ def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation
     at_L = jnp.arange(L)
     sum_BLD = jnp.zeros((), dtype)
     for n in range(TAPS):
-        tap_BLD = tape_BPD[:, TAPS - 1 - n:TAPS - 1 - n + L].astype(dtype)
+        tap_BLD = tape_BPD[:, TAPS - 1 - n : TAPS - 1 - n + L].astype(dtype)
         if segments is not None:
             tap_BLD = jnp.where(_reaches(segments.starts_BL, at_L, n)[..., None], tap_BLD, 0)
         sum_BLD += weight_D4[:, TAPS - 1 - n] * tap_BLD

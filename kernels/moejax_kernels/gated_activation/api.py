@@ -10,8 +10,9 @@ NEEDS = {"swiglu": (), "swiglu_clamped": ("limit",), "situ": ("beta",)}
 IMPLEMENTATIONS = {"xla": xla.gated_activation, "reference": reference.gated_activation}
 
 
-def gated_activation(gate_RF, up_RF, *, kind: Kind = "swiglu", limit=None, beta=None, linear_beta=None,
-                     implementation: Implementation | None = None):
+def gated_activation(
+    gate_RF, up_RF, *, kind: Kind = "swiglu", limit=None, beta=None, linear_beta=None, implementation: Implementation | None = None
+):
     """What stands between the two matmuls of a gated MLP.
 
     - swiglu: `silu(gate) * up`

@@ -8,8 +8,18 @@ from moejax_kernels.segments import Segments
 IMPLEMENTATIONS = {"xla": xla.gated_delta, "reference": reference.gated_delta}
 
 
-def gated_delta(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, *, segments: Segments | None = None, initial_state_BHCM=None,
-                scale: float | None = None, implementation: Implementation | None = None):
+def gated_delta(
+    q_BLGC,
+    k_BLGC,
+    v_BLHM,
+    g_BLH,
+    beta_BLH,
+    *,
+    segments: Segments | None = None,
+    initial_state_BHCM=None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+):
     """Gated delta rule with a decay per head: `S <- (I - beta k k') exp(g) S + beta k v'`, then `o = scale S'q`.
 
     Args:

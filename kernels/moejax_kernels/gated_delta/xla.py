@@ -13,8 +13,18 @@ SUMS = np.concatenate([PAIRS.reshape(-1, CHUNK), CAUSAL, ~CAUSAL])
 
 def gated_delta(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, *, segments, initial_state_BHCM, scale):
     """As `reference.gated_delta`."""
-    return delta_chunks.chunked(decays, q_BLGC, k_BLGC, v_BLHM, g_BLH[..., None], beta_BLH, segments=segments,
-                                initial_state_BHCM=initial_state_BHCM, scale=scale, op="gated_delta")
+    return delta_chunks.chunked(
+        decays,
+        q_BLGC,
+        k_BLGC,
+        v_BLHM,
+        g_BLH[..., None],
+        beta_BLH,
+        segments=segments,
+        initial_state_BHCM=initial_state_BHCM,
+        scale=scale,
+        op="gated_delta",
+    )
 
 
 def decays(q_tC, k_tC, g_t1, borders):

@@ -22,8 +22,10 @@ class GroupedCase:
     def arrays(self, dtype, *, seed: int):
         """x, w, group sizes, and a cotangent of the output."""
         random = np.random.default_rng(seed)
-        x_RD, w_EDF, dy_RF = (jnp.asarray(random.standard_normal(shape), dtype) for shape in (
-            (self.rows, self.width), (len(self.sizes), self.width, self.hidden), (self.rows, self.hidden)))
+        x_RD, w_EDF, dy_RF = (
+            jnp.asarray(random.standard_normal(shape), dtype)
+            for shape in ((self.rows, self.width), (len(self.sizes), self.width, self.hidden), (self.rows, self.hidden))
+        )
         return x_RD, w_EDF, jnp.asarray(self.sizes, jnp.int32), dy_RF
 
 

@@ -8,6 +8,10 @@ def vary_alike(*trees):
     arrays, structure = jax.tree.flatten(trees)
     axes_of = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes_of)
-    return jax.tree.unflatten(structure, [
-        jax.lax.pcast(array, tuple(sorted(every - axes)), to="varying") if every - axes else array
-        for array, axes in zip(arrays, axes_of, strict=True)])
+    return jax.tree.unflatten(
+        structure,
+        [
+            jax.lax.pcast(array, tuple(sorted(every - axes)), to="varying") if every - axes else array
+            for array, axes in zip(arrays, axes_of, strict=True)
+        ],
+    )

@@ -43,7 +43,9 @@ def _rows_times_weights(x_RD, w_EDF, group_sizes_E, *, w_dim: int):
         group, start, member_b = blocks.at(number)
         x_bD = jax.lax.dynamic_slice_in_dim(x_RD, start, blocks.size)
         w_DF = jax.lax.dynamic_index_in_dim(w_EDF, group, keepdims=False)
-        y_bF = jax.lax.dot_general(x_bD, w_DF.astype(x_RD.dtype), (((1,), (w_dim - 1,)), ((), ())), preferred_element_type=inside).astype(x_RD.dtype)
+        y_bF = jax.lax.dot_general(x_bD, w_DF.astype(x_RD.dtype), (((1,), (w_dim - 1,)), ((), ())), preferred_element_type=inside).astype(
+            x_RD.dtype
+        )
         old_bF = jax.lax.dynamic_slice_in_dim(y_RF, start, blocks.size)
         return jax.lax.dynamic_update_slice_in_dim(y_RF, jnp.where(member_b[:, None], y_bF, old_bF), start, 0)
 

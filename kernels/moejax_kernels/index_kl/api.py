@@ -7,8 +7,9 @@ from moejax_kernels.index_kl import reference, xla
 IMPLEMENTATIONS = {"xla": xla.index_kl, "reference": reference.index_kl}
 
 
-def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *, scale, segments=None,
-             implementation: Implementation | None = None):
+def index_kl(
+    q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *, scale, segments=None, implementation: Implementation | None = None
+):
     """Per query `KL(p || softmax(index scores))`, where p is the attention, averaged over heads, that the index should foresee.
 
     Args:
@@ -34,7 +35,9 @@ def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *,
     check_heads(op, sizes["H"], sizes["G"])
     check_segments(op, segments, sizes["B"], sizes["L"])
     if (index_sizes["B"], index_sizes["L"]) != (sizes["B"], sizes["L"]):
-        raise ValueError(f"{op}: the index has B={index_sizes['B']}, L={index_sizes['L']}, the attention B={sizes['B']}, L={sizes['L']}. "
-                         "Give both for the same tokens.")
+        raise ValueError(
+            f"{op}: the index has B={index_sizes['B']}, L={index_sizes['L']}, the attention B={sizes['B']}, L={sizes['L']}. "
+            "Give both for the same tokens."
+        )
     run = choose(op, implementation, IMPLEMENTATIONS)
     return run(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, scale=scale, segments=segments)

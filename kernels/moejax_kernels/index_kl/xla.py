@@ -17,5 +17,11 @@ def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *,
         return divergence(q_BQHC, k_BLGC, index_q_BQJC, index_k_BLC, index_w_BQJ, allowed_BQL, scale=scale)
 
     nothing_BL0 = jnp.zeros((*q_BLHC.shape[:2], 0), jnp.int32)
-    return over_queries(block, q_BLHC, index_q_BLJC, index_w_BLJ, nothing_BL0 if ids_BLK is None else ids_BLK,
-                        block=num_queries(length, num_rows * num_heads * length))
+    return over_queries(
+        block,
+        q_BLHC,
+        index_q_BLJC,
+        index_w_BLJ,
+        nothing_BL0 if ids_BLK is None else ids_BLK,
+        block=num_queries(length, num_rows * num_heads * length),
+    )

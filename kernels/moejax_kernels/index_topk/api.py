@@ -9,8 +9,9 @@ from moejax_kernels.index_topk import reference, xla
 IMPLEMENTATIONS = {"xla": xla.index_topk, "reference": reference.index_topk}
 
 
-def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk: int, segments=None, key_end_BS=None,
-               implementation: Implementation | None = None):
+def index_topk(
+    index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk: int, segments=None, key_end_BS=None, implementation: Implementation | None = None
+):
     """The topk visible keys with the highest index score `sum_j w_j relu(q_j . k)`. No scale is applied: put it into q or w.
 
     Args:
@@ -34,13 +35,17 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk: int, segments=No
     Source: DeepSeek-V3.2, section 2.1 (lightning indexer); pools as in glm5_next.
     """
     op = "index_topk"
-    sizes = check(op, integer=("key_end_BS",), index_q_BLJC=index_q_BLJC, index_k_BSC=index_k_BSC, index_w_BLJ=index_w_BLJ,
-                  key_end_BS=key_end_BS)
+    sizes = check(
+        op, integer=("key_end_BS",), index_q_BLJC=index_q_BLJC, index_k_BSC=index_k_BSC, index_w_BLJ=index_w_BLJ, key_end_BS=key_end_BS
+    )
     check_segments(op, segments, sizes["B"], sizes["L"])
     if topk < 1:
         raise ValueError(f"{op}: topk={topk} must be at least 1.")
     if key_end_BS is None and sizes["S"] != sizes["L"]:
-        raise ValueError(f"{op}: S={sizes['S']} keys for L={sizes['L']} tokens (index_k_BSC is {jnp.shape(index_k_BSC)}). "
-                         "Give one key per token, or key_end_BS with the last token of each pool.")
+        raise ValueError(
+            f"{op}: S={sizes['S']} keys for L={sizes['L']} tokens (index_k_BSC is {jnp.shape(index_k_BSC)}). "
+            "Give one key per token, or key_end_BS with the last token of each pool."
+        )
     return choose(op, implementation, IMPLEMENTATIONS)(
-        index_q_BLJC, index_k_BSC, index_w_BLJ, topk=topk, segments=segments, key_end_BS=key_end_BS)
+        index_q_BLJC, index_k_BSC, index_w_BLJ, topk=topk, segments=segments, key_end_BS=key_end_BS
+    )

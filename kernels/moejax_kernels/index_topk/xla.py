@@ -41,8 +41,10 @@ def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, k
         inside = jnp.promote_types(index_q_BQJC.dtype, jnp.float32)
         best: Any = add_tile(0, (jnp.zeros(shape, inside), jnp.zeros(shape, jnp.int32)))
         if num_tiles > 1:
-            best = tuple(jnp.pad(array, ((0, 0), (0, 0), (0, num_best - array.shape[2])), constant_values=fill)
-                         for array, fill in zip(best, (-jnp.inf, -1), strict=True))
+            best = tuple(
+                jnp.pad(array, ((0, 0), (0, 0), (0, num_best - array.shape[2])), constant_values=fill)
+                for array, fill in zip(best, (-jnp.inf, -1), strict=True)
+            )
             best = jax.lax.fori_loop(1, num_tiles, add_tile, best)
         return best[1]
 

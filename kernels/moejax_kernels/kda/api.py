@@ -8,8 +8,19 @@ from moejax_kernels.segments import Segments
 IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}
 
 
-def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments: Segments | None = None, initial_state_BHCM=None, scale: float | None = None,
-        min_log_decay: float | None = None, implementation: Implementation | None = None):
+def kda(
+    q_BLGC,
+    k_BLGC,
+    v_BLHM,
+    g_BLHC,
+    beta_BLH,
+    *,
+    segments: Segments | None = None,
+    initial_state_BHCM=None,
+    scale: float | None = None,
+    min_log_decay: float | None = None,
+    implementation: Implementation | None = None,
+):
     """Gated delta rule with a decay per key channel: `S <- (I - beta k k') diag(exp g) S + beta k v'`, then `o = scale S'q`.
 
     Args:
@@ -38,5 +49,14 @@ def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments: Segments | None =
     """
     delta_inputs.check("kda", q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments, initial_state_BHCM, decay_per_channel=True)
     run = choose("kda", implementation, IMPLEMENTATIONS)
-    return run(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments=segments, initial_state_BHCM=initial_state_BHCM, scale=scale,
-               min_log_decay=min_log_decay)
+    return run(
+        q_BLGC,
+        k_BLGC,
+        v_BLHM,
+        g_BLHC,
+        beta_BLH,
+        segments=segments,
+        initial_state_BHCM=initial_state_BHCM,
+        scale=scale,
+        min_log_decay=min_log_decay,
+    )

@@ -11,16 +11,30 @@ FAST_FORM_LOG_DECAY = -5.0
 MIDDLE = CHUNK // 2
 
 # Which tokens' g add up, [to this row, from that one]: to a half's border, from the chunk's start, to the chunk's end.
-TO_SPLIT = {half: np.where(UPPER[half][:, None], CAUSAL & (AT[:, None] // half == AT[None] // half),
-                           ~CAUSAL & (AT[:, None] // half == AT[None] // half)) for half in LEVELS}
+TO_SPLIT = {
+    half: np.where(
+        UPPER[half][:, None], CAUSAL & (AT[:, None] // half == AT[None] // half), ~CAUSAL & (AT[:, None] // half == AT[None] // half)
+    )
+    for half in LEVELS
+}
 SUMS = np.concatenate([*TO_SPLIT.values(), CAUSAL, ~CAUSAL])
 
 
 def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments, initial_state_BHCM, scale, min_log_decay):
     """As `reference.kda`. `min_log_decay >= -5` picks the cheaper way to the decays; a g below it then overflows."""
     fast = min_log_decay is not None and min_log_decay >= FAST_FORM_LOG_DECAY
-    return delta_chunks.chunked(bounded_decays if fast else any_decays, q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments=segments,
-                                initial_state_BHCM=initial_state_BHCM, scale=scale, op="kda")
+    return delta_chunks.chunked(
+        bounded_decays if fast else any_decays,
+        q_BLGC,
+        k_BLGC,
+        v_BLHM,
+        g_BLHC,
+        beta_BLH,
+        segments=segments,
+        initial_state_BHCM=initial_state_BHCM,
+        scale=scale,
+        op="kda",
+    )
 
 
 def bounded_decays(q_tC, k_tC, g_tC, borders):
@@ -30,7 +44,7 @@ def bounded_decays(q_tC, k_tC, g_tC, borders):
     """
     sum_tt = jnp.where(borders.same_NB1tt & CAUSAL, jnp.ones((), g_tC.dtype), 0)
     sum_tC = jnp.broadcast_to(sum_tt, (*g_tC.shape[:3], CHUNK, CHUNK)) @ g_tC
-    middle_tC = jnp.where(borders.same_NB1tt[..., MIDDLE, :, None], sum_tC[..., MIDDLE:MIDDLE + 1, :], 0)
+    middle_tC = jnp.where(borders.same_NB1tt[..., MIDDLE, :, None], sum_tC[..., MIDDLE : MIDDLE + 1, :], 0)
     up_tC = jnp.exp(sum_tC - middle_tC)
     down_Ct = (k_tC * jnp.exp(middle_tC - sum_tC)).swapaxes(-1, -2)
     to_end_tC = jnp.exp(jnp.where(borders.leaves_NB1t1, sum_tC[..., -1:, :] - sum_tC, 0))

@@ -26,8 +26,8 @@ class PermuteCase:
         random = np.random.default_rng(seed)
         num_choices = self.tokens * self.choices
         slot = np.full(num_choices, -1, np.int32)
-        kept = random.permutation(num_choices)[:min(self.rows, num_choices - num_choices // 5)]
-        slot[kept] = random.permutation(self.rows)[:kept.size]
+        kept = random.permutation(num_choices)[: min(self.rows, num_choices - num_choices // 5)]
+        slot[kept] = random.permutation(self.rows)[: kept.size]
         source_R = np.full(self.rows, -1, np.int32)
         source_R[slot[kept]] = kept // self.choices
         return RowPlan(jnp.asarray(source_R), jnp.asarray(slot.reshape(self.tokens, self.choices)))
@@ -35,8 +35,10 @@ class PermuteCase:
     def arrays(self, dtype, *, seed: int):
         """x_TD, y_RD, probs_TK."""
         random = np.random.default_rng(seed)
-        return tuple(jnp.asarray(random.standard_normal(shape), dtype)
-                     for shape in ((self.tokens, self.width), (self.rows, self.width), (self.tokens, self.choices)))
+        return tuple(
+            jnp.asarray(random.standard_normal(shape), dtype)
+            for shape in ((self.tokens, self.width), (self.rows, self.width), (self.tokens, self.choices))
+        )
 
 
 SMALL = (

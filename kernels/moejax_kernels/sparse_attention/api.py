@@ -7,8 +7,9 @@ from moejax_kernels.sparse_attention import reference, xla
 IMPLEMENTATIONS = {"xla": xla.sparse_attention, "reference": reference.sparse_attention}
 
 
-def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim: int | None = None, segments=None,
-                     implementation: Implementation | None = None):
+def sparse_attention(
+    q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim: int | None = None, segments=None, implementation: Implementation | None = None
+):
     """Attention of each query over the keys that its ids name; all heads share them.
 
     Args:
@@ -35,8 +36,10 @@ def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim: int |
     check_heads(op, sizes["H"], sizes["G"])
     check_segments(op, segments, sizes["B"], sizes["L"])
     if (v_BLGM is None) == (value_dim is None):
-        raise ValueError(f"{op}: give either v_BLGM or value_dim (values are the first channels of k), got "
-                         f"{'neither' if value_dim is None else f'v_BLGM and value_dim={value_dim}'}.")
+        raise ValueError(
+            f"{op}: give either v_BLGM or value_dim (values are the first channels of k), got "
+            f"{'neither' if value_dim is None else f'v_BLGM and value_dim={value_dim}'}."
+        )
     if value_dim is not None and not 0 < value_dim <= sizes["C"]:
         raise ValueError(f"{op}: value_dim={value_dim} must lie between 1 and C={sizes['C']}, the channels of k.")
     run = choose(op, implementation, IMPLEMENTATIONS)

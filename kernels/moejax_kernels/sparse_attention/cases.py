@@ -38,9 +38,15 @@ class SparseCase:
         """q, k, v, index_q, index_k, index_w, and a cotangent of the output."""
         random = np.random.default_rng(seed)
         at = (self.rows, self.length)
-        shapes = {"q": (self.heads, self.key_dim), "k": (self.key_heads, self.key_dim), "v": (self.key_heads, self.value_dim),
-                  "index_q": (self.index_heads, self.index_dim), "index_k": (self.index_dim,), "index_w": (self.index_heads,),
-                  "cotangent": (self.heads, self.value_dim)}
+        shapes = {
+            "q": (self.heads, self.key_dim),
+            "k": (self.key_heads, self.key_dim),
+            "v": (self.key_heads, self.value_dim),
+            "index_q": (self.index_heads, self.index_dim),
+            "index_k": (self.index_dim,),
+            "index_w": (self.index_heads,),
+            "cotangent": (self.heads, self.value_dim),
+        }
         return {name: jnp.asarray(random.standard_normal(at + shape), dtype) for name, shape in shapes.items()}
 
 
