@@ -42,11 +42,11 @@ def tolerance(family: str, dtype: str, source: str) -> tuple[float, float]:
 
 
 @pytest.fixture
-def quick_compile():
-    """XLA without most optimisations: the same arithmetic in half the compile time. The slow tests compile as training does."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimised():
+    """XLA as training has it: other tests compile without most optimisations."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def distance(ours, theirs) -> float:
@@ -83,25 +83,21 @@ def compare_gradients(named: dict, grads: dict, limit: float) -> None:
     assert {key: error for key, error in errors.items() if not error < limit} == {}
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_on_one_device_equals_the_golden_values(family):
     check(family, "float64")
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", ROUNDED_ROUTERS)
 def test_float64_equals_the_library_once_its_router_is_float64_too(family):
     check(family, "float64", source="float64")
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_on_eight_devices_equals_the_golden_values(family):
     check(family, "float32", EIGHT)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_the_documents_alone(family):
     """Compiles nothing anew: shapes are those of the float64 test, padding fills the row of a document alone."""
@@ -130,12 +126,14 @@ def test_packed_documents_equal_the_documents_alone(family):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_on_one_device_equals_the_golden_values(family):
     check(family, "float32")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_on_eight_devices_equals_the_golden_values(family):
     check(family, "float64", EIGHT)
