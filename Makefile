@@ -19,10 +19,10 @@ train: install
 	.venv/bin/moejax train configs/tiny_hybrid.py
 
 test: install
-	$(RUN) pytest -m "not slow" --durations=15
+	$(RUN) pytest -n 2 --dist loadfile -m "not slow" --durations=15
 
 test-slow: install
-	$(RUN) pytest -m slow --durations=15
+	$(RUN) pytest -n 2 --dist loadfile -m slow --durations=15
 
 lint: install
 	$(RUN) ruff check .

@@ -37,7 +37,15 @@ def config() -> RunConfig:
         ),
         data=DataConfig(seq_len=256, batch_size=16),
         losses=LossConfig(bias_update="sign", balance="sequence", balance_coef=1e-4, index="sparse", index_coef=0.1, router_z_coef=1e-3),
-        optim=OptimConfig(kind="muon", learning_rate=2e-3, muon_learning_rate=2e-2, warmup_steps=20, schedule="wsd", decay_fraction=0.3),
-        train=TrainConfig(steps=150, eval_batches=16),
-        checkpoint=CheckpointConfig(every=50),
+        optim=OptimConfig(
+            kind="muon",
+            learning_rate=1e-2,
+            muon_learning_rate=2e-2,
+            warmup_steps=5,
+            schedule="wsd",
+            decay_fraction=0.4,
+            final_fraction=0.05,
+        ),
+        train=TrainConfig(steps=190, eval_batches=16),
+        checkpoint=CheckpointConfig(every=100),
     )

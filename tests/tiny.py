@@ -20,7 +20,7 @@ from moejax.optim.build import build
 from moejax.parallel.axes import TOKENS
 from moejax.parallel.mesh import mesh_from
 from moejax.train import step as steps
-from moejax.train.state import TrainState, init_state, state_shardings
+from moejax.train.state import TrainState, state_shardings
 
 SGD = OptimConfig(kind="sgd", learning_rate=1.0, clip_norm=0.0, warmup_steps=0, schedule="constant", weight_decay=0.0)
 """Moves each weight by its gradient; Adam would hide a factor."""
@@ -72,18 +72,16 @@ def put(batch: Batch, mesh, accumulation: int = 1) -> Batch:
     return jax.device_put(cut, NamedSharding(mesh, P(None, TOKENS)))
 
 
-@functools.cache
-def _host_weights(config: ModelConfig, seed: int, x64: bool) -> dict:
-    return jax.device_get(language_model.init(config, mesh_from(), seed))
+def weights(config: ModelConfig, *, bias: float = 0.0, seed: int = 0) -> dict:
+    """Weights as numpy arrays, drawn here since compiling the model's own initialisation takes long: norm scales near 1, embeddings of
+    size 1, so that routing and attention are far from uniform. `bias` spreads the routers' correction biases."""
+    rng = np.random.default_rng(seed)
 
-
-def weights(config: ModelConfig, seed: int = 0, *, bias: float = 0.0) -> dict:
-    """Initial weights as numpy arrays, made on one device; `bias` spreads the routers' correction biases."""
-
-    def spread(path, leaf):
-        return np.random.default_rng(1).normal(0, bias, leaf.shape).astype(leaf.dtype) if path[-1].key == "bias_E" else np.array(leaf)
-
-    return jax.tree_util.tree_map_with_path(spread, _host_weights(config, seed, jax.config.jax_enable_x64))
+    def draw(path, like):
+        name = path[-1].key.rsplit("_", 1)[0]
+        size = {"bias": bias, "scale": 0.1}.get(name, 1.0 if path[0].key == "embed" else config.width ** -0.5)
+        return (rng.normal(0, size, like.shape) + (name in ("scale", "k_norm_scale", "out_norm_scale"))).astype(like.dtype)
+    return jax.tree_util.tree_map_with_path(draw, language_model.shapes(config))
 
 
 def lay(params: dict, config: ModelConfig, mesh) -> dict:

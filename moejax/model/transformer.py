@@ -86,7 +86,7 @@ class Transformer(nnx.Module):
             self.final_residual = residual.BlockMix(config, rngs=rngs)
         self.final_norm = RMSNorm(config, config.width, rngs=rngs)
         if not config.tie_embeddings:
-            self.unembed = nnx.Dict({"weight_DV": make.linear(("embed", "vocab"), config.width, config.vocab_size, fan_in=config.width)})
+            self.unembed = nnx.Dict({"weight_DV": make.normal(("embed", "vocab"), config.width, config.vocab_size, std=config.init_std)})
 
     def unembed_DV(self):
         """Weight of the output projection."""

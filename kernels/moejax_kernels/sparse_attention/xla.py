@@ -16,8 +16,7 @@ DENSE_KEYS = 4
 
 
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):
-    length, num_chosen = ids_BLK.shape[1:]
-    if length <= DENSE_KEYS * num_chosen:
+    if not gathers(ids_BLK):
         v_BLGM = k_BLGC[..., :value_dim] if v_BLGM is None else v_BLGM
         return masked_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, None, segments, scale=scale)
     return _gathered(*vary_alike(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments), scale, value_dim)
@@ -27,7 +26,7 @@ def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, 
 def _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
     def block(query_Q, q_BQHC, ids_BQK):
         allowed_BQK = visible_at(segments, query_Q, ids_BQK)
-        return _attend_each(q_BQHC, _take((k_BLGC, v_BLGM), ids_BQK), allowed_BQK, scale, value_dim)
+        return _attend_each(q_BQHC, take((k_BLGC, v_BLGM), ids_BQK), allowed_BQK, scale, value_dim)
 
     return over_queries(block, q_BLHC, ids_BLK, block=_num_queries(ids_BLK, k_BLGC))
 
@@ -43,7 +42,7 @@ def _grads(scale, value_dim, saved, do_BLHM):
     def block(sums, query_Q, q_BQHC, ids_BQK, do_BQHM):
         allowed_BQK = visible_at(segments, query_Q, ids_BQK)
         attend_each = functools.partial(_attend_each, allowed_BQK=allowed_BQK, scale=scale, value_dim=value_dim)
-        _, transpose = jax.vjp(attend_each, q_BQHC, _take((k_BLGC, v_BLGM), ids_BQK))
+        _, transpose = jax.vjp(attend_each, q_BQHC, take((k_BLGC, v_BLGM), ids_BQK))
         dq_BQHC, dtaken = transpose(do_BQHM)
         at = (jnp.arange(ids_BQK.shape[0])[:, None, None], jnp.where(allowed_BQK, ids_BQK, ids_BLK.shape[1]))
         return jax.tree.map(lambda sum_, d: sum_.at[at].add(d.astype(inside), mode="drop"), sums, dtaken), dq_BQHC
@@ -56,23 +55,32 @@ def _grads(scale, value_dim, saved, do_BLHM):
 _gathered.defvjp(_save, _grads)
 
 
+def gathers(ids_BLK) -> bool:
+    """Are few enough keys chosen that gathering them costs less than looking at all?"""
+    return ids_BLK.shape[1] > DENSE_KEYS * ids_BLK.shape[2]
+
+
 def _num_queries(ids_BLK, k_BLGC):
     num_rows, length, num_chosen = ids_BLK.shape
     return num_queries(length, num_rows * num_chosen * k_BLGC.shape[2] * k_BLGC.shape[3])
 
 
-def _take(arrays, ids_BQK):
+def take(arrays, ids_BQK):
     row_B11 = jnp.arange(ids_BQK.shape[0])[:, None, None]
     return jax.tree.map(lambda array_BLGC: array_BLGC[row_B11, jnp.maximum(ids_BQK, 0)], arrays)
 
 
 def _attend_each(q_BQHC, taken, allowed_BQK, scale, value_dim):
-    """Each query over keys and values of its own."""
-    inside = jnp.promote_types(q_BQHC.dtype, jnp.float32)
-    k_BQKGC, v_BQKGM = jax.tree.map(lambda array: array.astype(inside), taken)
+    k_BQKGC, v_BQKGM = taken
     v_BQKGM = k_BQKGC[..., :value_dim] if v_BQKGM is None else v_BQKGM
-    q_BQGNC = q_BQHC.reshape(*q_BQHC.shape[:2], k_BQKGC.shape[3], -1, q_BQHC.shape[3]).astype(inside)
-    scores_BQGNK = scale * jnp.einsum("BQGNC,BQKGC->BQGNK", q_BQGNC, k_BQKGC)
-    probs_BQGNK = masked_softmax(scores_BQGNK, allowed_BQK[:, :, None, None])
-    o_BQGNM = jnp.einsum("BQGNK,BQKGM->BQGNM", probs_BQGNK, v_BQKGM)
+    probs_BQGNK = probs_of_each(q_BQHC, k_BQKGC, allowed_BQK, scale)
+    o_BQGNM = jnp.einsum("BQGNK,BQKGM->BQGNM", probs_BQGNK, v_BQKGM.astype(probs_BQGNK.dtype))
     return o_BQGNM.reshape(*q_BQHC.shape[:3], -1).astype(q_BQHC.dtype)
+
+
+def probs_of_each(q_BQHC, k_BQKGC, allowed_BQK, scale):
+    """Softmax of each query over keys of its own, [B, Q, G, N, K]."""
+    inside = jnp.promote_types(q_BQHC.dtype, jnp.float32)
+    q_BQGNC = q_BQHC.reshape(*q_BQHC.shape[:2], k_BQKGC.shape[3], -1, q_BQHC.shape[3]).astype(inside)
+    scores_BQGNK = scale * jnp.einsum("BQGNC,BQKGC->BQGNK", q_BQGNC, k_BQKGC.astype(inside))
+    return masked_softmax(scores_BQGNK, allowed_BQK[:, :, None, None])
