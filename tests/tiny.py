@@ -79,8 +79,9 @@ def weights(config: ModelConfig, *, bias: float = 0.0, seed: int = 0) -> dict:
 
     def draw(path, like):
         name = path[-1].key.rsplit("_", 1)[0]
-        size = {"bias": bias, "scale": 0.1}.get(name, 1.0 if path[0].key == "embed" else config.width ** -0.5)
+        size = {"bias": bias, "scale": 0.1}.get(name, 1.0 if path[0].key == "embed" else config.width**-0.5)
         return (rng.normal(0, size, like.shape) + (name in ("scale", "k_norm_scale", "out_norm_scale"))).astype(like.dtype)
+
     return jax.tree_util.tree_map_with_path(draw, language_model.shapes(config))
 
 
@@ -110,7 +111,7 @@ def gradients(
 
 @functools.cache
 def _forward(config, switches):
-    return jax.jit(lambda params, batch: language_model.forward(config, params, batch, switches))
+    return jax.jit(lambda params, batch: language_model.forward(config, params, batch, switches), compiler_options=QUICK_TO_COMPILE)
 
 
 def hidden(config: ModelConfig, params: dict, batch: Batch, **switches):
@@ -167,12 +168,10 @@ def trainer(
         switches=switches_for(losses, debug=debug, remat=remat),
     )
     places = state_shardings(config, optimizer, mesh)
-    return Trainer(
-        jax.jit(step, out_shardings=(places, None), compiler_options=QUICK_TO_COMPILE),
-        init_state(config, optimizer, mesh, 0),
-        mesh,
-        accumulation,
-    )
+    params = lay(weights(config), config, mesh)
+    moments = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    state = TrainState(params, moments, *(jax.device_put(np.int32(0), places.step) for _ in range(3)))
+    return Trainer(jax.jit(step, out_shardings=(places, None), compiler_options=QUICK_TO_COMPILE), state, mesh, accumulation)
 
 
 def leaves(tree) -> dict[str, np.ndarray]:

@@ -64,6 +64,7 @@ def test_a_checkpoint_of_8_devices_is_the_same_on_4_and_on_1(tmp_path):
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, train(train(state))), want)
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_and_two_read(tmp_path):
     run_pair("save", tmp_path)
     check(tmp_path)

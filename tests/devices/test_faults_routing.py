@@ -41,7 +41,7 @@ def loads(report):
     return report.layers["unit"]["0"]["load_E"]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"fsdp": 2, "expert": 4}], ids=["one device", "fsdp 2 x expert 4"])
+@pytest.mark.parametrize("kwargs", [{}, pytest.param({"fsdp": 2, "expert": 4}, marks=pytest.mark.slow)], ids=str)
 def test_recompute_counts_no_row_twice_and_changes_no_gradient(kwargs):
     params = weights(bias=0.1)
     loss, grads, report = run(params, **kwargs)

@@ -13,7 +13,8 @@ from moejax.data.batch import Batch
 CONFIG = tiny.model("gqa", precision=tiny.FLOAT64)
 PLAIN = LossConfig(z_coef=0.01)
 ALL = LossConfig(z_coef=0.01, balance="global", balance_coef=0.1, router_z_coef=0.1)
-KINDS = ("switch", "sequence", "global")
+KINDS = (pytest.param("switch", marks=pytest.mark.slow), pytest.param("sequence", marks=pytest.mark.slow), "global")
+SPLIT = {"data": 2, "expert": 2, "accumulation": 4}
 
 
 def run(losses, batch, **kwargs):
@@ -56,9 +57,9 @@ def test_identical_microbatches_add_up_to_the_same_mean(sizes):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"data": 2, "expert": 2},
-        pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param({"expert": 4}, marks=pytest.mark.slow),
+        SPLIT,
+        pytest.param({"fsdp": 2, "expert": 2, "accumulation": 4}, marks=pytest.mark.slow),
+        pytest.param({"expert": 4, "accumulation": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -67,7 +68,7 @@ def test_balance_alone_moves_the_router_the_same_on_every_mesh_and_split(kind, s
     with_coef = lambda coef: dataclasses.replace(PLAIN, balance=kind, balance_coef=coef)
     batch = tiny.batch(rows=16)
     alone = {}
-    for place, kwargs in (("one device", {}), ("mesh", {"accumulation": 4, **sizes})):
+    for place, kwargs in (("one device", {}), ("mesh", sizes)):
         zero, one, two = (
             run(with_coef(coef), batch, **kwargs)[1]["head"]["0"]["feed_forward"]["router"]["weight_DE"] for coef in (0.0, 1.0, 2.0)
         )
@@ -83,7 +84,7 @@ def test_one_microbatch_of_100_tokens_and_one_of_10_equal_the_joined_batch(kind)
     assert (batch.segments.ids_BL >= 0).sum() == 110
     losses = dataclasses.replace(PLAIN, balance=kind, balance_coef=0.1)
     want = run(losses, batch)
-    same(run(losses, batch, accumulation=4), want)
+    same(run(losses, batch, **SPLIT), want)
     assert np.array_equal(want[2].layers["head"]["0"]["load_E"].sum(), 220)
 
 
@@ -100,7 +101,7 @@ def test_one_microbatch_of_100_labels_and_one_of_1_give_the_mean_over_101():
     np.testing.assert_allclose(got[2].nll, sum(parts), rtol=1e-12)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"accumulation": 2}, {"expert": 8}], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"accumulation": 2}, {"accumulation": 2, "expert": 8}], ids=str)
 def test_a_batch_of_padding_has_loss_zero_and_gradients_zero(kwargs):
     loss, grads, _ = run(ALL, join(with_tokens(0), with_tokens(0)), **kwargs)
     assert loss == 0

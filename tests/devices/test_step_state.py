@@ -28,7 +28,7 @@ def moved(trainer):
 
 def test_one_step_moves_every_weight():
     config = tiny.model("kda", "dsa")
-    _, still = moved(tiny.trainer(config, LOSSES, ADAMW, fsdp=2, expert=2))
+    _, still = moved(tiny.trainer(config, LOSSES, ADAMW))
     assert not still
 
 
@@ -60,7 +60,7 @@ def test_train_only_and_groups_freeze_the_rest():
 
 
 def debug_step():
-    return tiny.trainer(DEEP, LossConfig(bias_update="sign"), ADAMW, debug=True)
+    return tiny.trainer(DEEP, LossConfig(bias_update="sign"), debug=True)
 
 
 def poisoned(state, path, stack):

@@ -20,7 +20,7 @@ def run(stage, coef, **kwargs):
     return float(loss), tiny.leaves(grads), report
 
 
-@pytest.mark.parametrize("stage", LOSSES)
+@pytest.mark.parametrize("stage", ["sparse", pytest.param("dense", marks=pytest.mark.slow)])
 def test_the_text_teaches_the_indexer_nothing_and_the_indexer_the_model_nothing(stage):
     zero_loss, zero, report = run(stage, 0.0)
     one_loss, one, _ = run(stage, 1.0)
@@ -35,7 +35,10 @@ def test_the_text_teaches_the_indexer_nothing_and_the_indexer_the_model_nothing(
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"accumulation": 4}, {"expert": 2, "fsdp": 2, "accumulation": 2}, pytest.param({"expert": 8}, marks=pytest.mark.slow)],
+    [
+        {"expert": 2, "fsdp": 2, "accumulation": 2},
+        *(pytest.param(kwargs, marks=pytest.mark.slow) for kwargs in ({"accumulation": 4}, {"expert": 8})),
+    ],
     ids=str,
 )
 def test_the_indexers_loss_is_the_same_on_every_mesh_and_split(kwargs):
@@ -59,7 +62,11 @@ def test_dense_warm_up_is_attention_over_all_keys():
     assert np.abs(chosen[real_BL] - want[real_BL]).max() > 1e-3  # 4 keys of up to 16 are not all
 
 
-@pytest.mark.parametrize("losses", [LossConfig(), LossConfig(index="sparse", index_coef=0.0)], ids=["no loss", "coefficient 0"])
+@pytest.mark.parametrize(
+    "losses",
+    [pytest.param(LossConfig(), marks=pytest.mark.slow), LossConfig(index="sparse", index_coef=0.0)],
+    ids=["no loss", "coefficient 0"],
+)
 def test_adamw_takes_an_indexer_without_gradients(losses):
     config = tiny.model("dsa")
     optim = OptimConfig(warmup_steps=0, schedule="constant", weight_decay=0.0)
