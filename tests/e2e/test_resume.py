@@ -1,0 +1,87 @@
+"""N steps and then N more are 2 N steps, on one mesh bit for bit, and on fewer and fewer devices up to rounding."""
+
+import dataclasses
+import io
+
+import commands
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tiny
+from rich.console import Console
+
+from moejax.checkpoint.store import MissingCheckpointError
+from moejax.config.load import load_config
+from moejax.observe import metrics
+from moejax.stages.pretrain import run
+
+
+def train(config, folder, **changes):
+    """Runs the config in this process; returns what a person reads, the final checkpoint's leaves and the losses."""
+    config = dataclasses.replace(config, out_dir=str(folder), train=dataclasses.replace(config.train, **changes))
+    text = io.StringIO()
+    run(config, Console(file=text, width=200))
+    return text.getvalue(), final(folder / config.name), [line["loss_nats"] for line in metrics.read(folder / config.name)]
+
+
+def final(run_folder):
+    """Path -> array of the newest checkpoint, read without knowing its layout."""
+    newest = max((run_folder / "checkpoints").iterdir(), key=lambda child: int(child.name))
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        tree = reader.restore(
+            newest / "state",
+            args=ocp.args.StandardRestore(
+                jax.tree.map(lambda meta: np.zeros(meta.shape, meta.dtype), reader.metadata(newest / "state").item_metadata.tree)
+            ),
+        )
+    return tiny.leaves(tree)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = commands.write_config(tmp_path_factory.mktemp("resume"))
+    config = load_config(path, ["--train.eval_batches", "1", "--observe.tensorboard", "False", "--optim.kind", "muon"])
+    return config
+
+
+def test_4_and_4_steps_are_8_steps_bit_for_bit(config, tmp_path):
+    _, want, losses = train(config, tmp_path / "whole", steps=8)
+    train(config, tmp_path / "halves", steps=4)
+    text, got, again = train(config, tmp_path / "halves", steps=8)
+    assert "start     resumed from" in text and "after step 4" in text
+    assert again == losses
+    assert len(got) == len(want) > 40
+    for path in want:
+        np.testing.assert_array_equal(got[path], want[path], err_msg=path)
+
+
+def test_a_checkpoint_named_that_is_not_there_is_fatal(config, tmp_path):
+    missing = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=str(tmp_path / "7")))
+    with pytest.raises(MissingCheckpointError, match="There is no checkpoint"):
+        train(missing, tmp_path, steps=2)
+
+
+@pytest.mark.slow
+def test_8_then_4_then_1_devices_are_8_devices_up_to_rounding(tmp_path):
+    flags = ("--optim.kind", "sgd", "--optim.learning_rate", "0.5", "--train.eval_batches", "1")
+    finals, losses = {}, {}
+    for name, stages in {"whole": ((8, 4, 6),), "fewer": ((8, 4, 2), (4, 2, 4), (1, 1, 6))}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        path = commands.write_config(folder)
+        for devices, expert, steps in stages:
+            code, out, err = commands.moejax(
+                "train", path, *flags, "--train.steps", steps, "--mesh.simulate_devices", devices, "--mesh.expert", expert
+            )
+            assert code in (0, 1), out + err
+        finals[name], losses[name] = (
+            final(folder / "runs" / "smallest"),
+            [line["loss_nats"] for line in metrics.read(folder / "runs" / "smallest")],
+        )
+    np.testing.assert_allclose(losses["fewer"], losses["whole"], rtol=1e-6)
+    for path, want in finals["whole"].items():
+        np.testing.assert_allclose(finals["fewer"][path], want, rtol=0, atol=1e-6 * max(np.abs(want).max(), 1e-3), err_msg=path)
+
+
+pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole

@@ -1,0 +1,102 @@
+"""Layers that are stacked and scanned are the layers one by one, and a deep model compiles as fast as a shallow one."""
+
+import contextlib
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.experimental.compilation_cache import compilation_cache
+
+from moejax.config.model import LayerPlan, ResidualConfig
+from moejax.config.run import layer_plan
+from moejax.config.training import LossConfig
+from moejax.model import transformer
+
+CASES = {
+    "hybrid with a shared choice of keys": tiny.model("kda", "dsa", "dsa_shared", num_layers=6),
+    "mhc": tiny.model("gqa", num_layers=3, residual=ResidualConfig(kind="mhc", num_streams=2)),
+    "block_attnres": tiny.model("gqa", num_layers=7, residual=ResidualConfig(kind="block_attnres", block_size=2)),
+    "dense first layer": tiny.model("gqa", "mla", num_layers=5, num_dense_layers=1, dense_hidden=16),
+}
+
+
+def unrolled(config, monkeypatch):
+    """The same model, told apart by a field that only initial weights follow, its layers all in the head."""
+    twin = dataclasses.replace(config, init_std=config.init_std * 2)
+    flat = LayerPlan(head=config.layers(), unit=(), num_units=0, tail=())
+    monkeypatch.setattr(transformer, "layer_plan", lambda model: flat if model == twin else layer_plan(model))
+    return twin
+
+
+def one_by_one(config, tree):
+    """Sections of stacked layers as a head of single ones."""
+    plan, head = layer_plan(config), {}
+    for number in range(config.num_layers):
+        section, place, stack = plan.place(number)
+        head[str(number)] = jax.tree.map(lambda leaf, stack=stack: leaf if stack is None else leaf[stack], tree[section][str(place)])
+    return {name: node for name, node in tree.items() if name not in ("unit", "tail")} | {"head": head}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("dense", "hybrid")) else name for name in CASES]
+)
+def test_scanned_layers_equal_unrolled_ones(name, monkeypatch):
+    config = CASES[name]
+    assert layer_plan(config).num_units >= 2
+    params, batch = tiny.weights(config, bias=0.1), tiny.batch(4)
+    twin = unrolled(config, monkeypatch)
+    hidden_BLD, aux = tiny.hidden(config, params, batch)
+    want_BLD, want_aux = tiny.hidden(twin, one_by_one(config, params), batch)
+    real_BL = batch.segments.ids_BL >= 0
+    np.testing.assert_allclose(hidden_BLD[real_BL], want_BLD[real_BL], atol=2e-5)
+    aux = one_by_one(config, aux)["head"]
+    for number, report in want_aux["head"].items():
+        np.testing.assert_array_equal(aux[number].get("load_E", 0), report.get("load_E", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_scanned_layers_equal_those_of_unrolled_ones(name, monkeypatch):
+    with jax.enable_x64(True):
+        config = dataclasses.replace(CASES[name], precision=tiny.FLOAT64)
+        params, batch, losses = tiny.weights(config, bias=0.1), tiny.batch(), LossConfig(balance="switch", balance_coef=0.1)
+        twin = unrolled(config, monkeypatch)
+        loss, grads, _ = tiny.gradients(config, losses, params, batch)
+        want_loss, want, _ = tiny.gradients(twin, losses, one_by_one(config, params), batch)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    assert tiny.worst(one_by_one(config, grads), want)[0] < 1e-9
+
+
+@contextlib.contextmanager
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether to use it was decided once
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_48_layers_compile_as_fast_as_12():
+    """In seconds of processor time, which other programs on the machine do not change; the compilation cache is off."""
+
+    def seconds(num_layers):
+        trainer = tiny.trainer(
+            tiny.model("kda", "kda", "kda", "dsa", num_layers=num_layers), LossConfig(balance="sequence"), tiny.OptimConfig()
+        )
+        with jax.set_mesh(trainer.mesh):
+            batch = tiny.put(tiny.batch(), trainer.mesh)
+            began_s = time.process_time()
+            trainer.step.lower(trainer.state, batch).compile()
+        return time.process_time() - began_s
+
+    with no_compilation_cache():
+        seconds(8)  # what the first compilation alone pays
+        shallow_s, deep_s = seconds(12), seconds(48)
+    assert deep_s <= 1.3 * shallow_s, f"{deep_s:.1f} s against {shallow_s:.1f} s"
+
+
+pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole
