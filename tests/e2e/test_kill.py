@@ -95,6 +95,3 @@ def test_ten_kills_at_random_moments_change_no_loss(tmp_path):
         (tmp_path / name).mkdir()
     killed, whole = kill_and_restart(tmp_path / "killed", 10, seed=1), kill_and_restart(tmp_path / "whole", 0, seed=1)
     assert [line["loss_nats"] for line in killed] == [line["loss_nats"] for line in whole]
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole

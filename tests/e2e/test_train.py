@@ -109,6 +109,3 @@ def test_a_wrong_flag_is_named_before_anything_runs(args, text, tmp_path, capsys
 def test_doctor_finds_what_it_needs_on_this_machine(capsys):
     assert cli.main(["doctor"]) == 0
     assert "jax" in capsys.readouterr().out
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole

@@ -115,6 +115,3 @@ def test_indices_stay_inside_int32_where_rows_times_width_pass_it():
     arrived = plan.rows.source_R.size
     assert arrived == 64 * tokens * 4 < 2**31 < arrived * 7168
     assert {leaf.dtype for leaf in jax.tree.leaves(plan)} == {np.dtype(np.int32)}
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole
