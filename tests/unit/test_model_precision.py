@@ -93,6 +93,3 @@ def learnable(seed):
     """Rows in which each token follows from the one before."""
     first = np.random.default_rng(seed).integers(0, 64, (8, 1))
     return Batch.build((first + 7 * np.arange(16)) % 64, np.zeros((8, 16), int))
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole

@@ -97,6 +97,3 @@ def test_48_layers_compile_as_fast_as_12():
         seconds(8)  # what the first compilation alone pays
         shallow_s, deep_s = seconds(12), seconds(48)
     assert deep_s <= 1.3 * shallow_s, f"{deep_s:.1f} s against {shallow_s:.1f} s"
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole
