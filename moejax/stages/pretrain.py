@@ -205,46 +205,45 @@ def run(config: RunConfig, console: Console) -> Outcome:
 def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Steps until the config's last one, or until SIGTERM; says whether it got to the end."""
     config, first = job.config, int(state.step)
-    writer = MetricsWriter(job.folder, tensorboard=config.observe.tensorboard, resumed_step=first) if job.main else None
-    bar = ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)
-    profiler, timer, compiled, finished = Profiler(job.folder, config.observe.profile_steps()), StepTimer(), None, True
-    for step in range(first + 1, config.train.steps + 1):
-        with timer.part("data"):
-            batches = job.next_batch()
-        if compiled is None:
-            compiled = job.compile(state, batches)
-            job.say(describe(job.plan, job.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
-            timer.lap()
-        profiler.before(step)
-        with timer.part("compute"):
-            state, out = compiled(state, batches)
-            values = {name: float(value) for name, value in out.scalars.items()}
-        profiler.after(step)
-        if config.train.debug:
-            refuse_non_finite(job, step, out)
-        if values["skipped_in_a_row"] > config.train.max_skipped:
-            raise DivergedError(
-                f"step {step}: {values['skipped_in_a_row']:.0f} steps in a row had a non-finite loss or gradient "
-                f"(train.max_skipped={config.train.max_skipped}); run again with --debug to see where it begins."
-            )
-        with timer.part("checkpoint"):
-            if job.checkpoints.due(step):
-                job.checkpoints.save(step, state, {"data": job.loader.state()})
-        values |= timer.lap()
-        values |= job.speed(values)
-        if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
-            values["heldout_nats"] = job.evaluate(state.params)[0]
-            timer.lap()
-        if writer and (step % config.train.log_every == 0 or step == config.train.steps):
-            writer.write(step, values)
-        bar.update(step, values)
-        if job.stop.reached(step):
-            finished = step == config.train.steps
-            break
-    profiler.close()
-    bar.close()
-    if writer:
-        writer.close()
+    timer, compiled, finished = StepTimer(), None, True
+    with (
+        contextlib.closing(MetricsWriter(job.folder, tensorboard=config.observe.tensorboard, resumed_step=first)) as writer,
+        contextlib.closing(ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)) as bar,
+        contextlib.closing(Profiler(job.folder, config.observe.profile_steps())) as profiler,
+    ):
+        for step in range(first + 1, config.train.steps + 1):
+            with timer.part("data"):
+                batches = job.next_batch()
+            if compiled is None:
+                compiled = job.compile(state, batches)
+                job.say(describe(job.plan, job.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+                timer.lap()
+            profiler.before(step)
+            with timer.part("compute"):
+                state, out = compiled(state, batches)
+                values = {name: float(value) for name, value in out.scalars.items()}
+            profiler.after(step)
+            if config.train.debug:
+                refuse_non_finite(job, step, out)
+            if values["skipped_in_a_row"] > config.train.max_skipped:
+                raise DivergedError(
+                    f"step {step}: {values['skipped_in_a_row']:.0f} steps in a row had a non-finite loss or gradient "
+                    f"(train.max_skipped={config.train.max_skipped}); run again with --debug to see where it begins."
+                )
+            with timer.part("checkpoint"):
+                if job.checkpoints.due(step):
+                    job.checkpoints.save(step, state, {"data": job.loader.state()})
+            values |= timer.lap()
+            values |= job.speed(values)
+            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
+                values["heldout_nats"] = job.evaluate(state.params)[0]
+                timer.lap()
+            if step % config.train.log_every == 0 or step == config.train.steps:
+                writer.write(step, values)
+            bar.update(step, values)
+            if job.stop.reached(step):
+                finished = step == config.train.steps
+                break
     return state, finished
 
 

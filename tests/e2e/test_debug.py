@@ -46,6 +46,3 @@ def test_a_run_skips_and_counts_steps_that_are_not_finite_until_it_gives_up(tmp_
         run(tmp_path, "--train.max_skipped", "2", "--optim.kind", "sgd", "--optim.learning_rate", "1e30")
     lines = metrics.read(tmp_path / "runs" / "smallest")
     assert [line["skipped_in_a_row"] for line in lines][-2:] == [1, 2]
-
-
-pytestmark = pytest.mark.slow  # TODO: the quick ones move to the fast set once `make test-slow` has run as a whole
