@@ -62,11 +62,8 @@ def test_dense_warm_up_is_attention_over_all_keys():
     assert np.abs(chosen[real_BL] - want[real_BL]).max() > 1e-3  # 4 keys of up to 16 are not all
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [pytest.param(LossConfig(), marks=pytest.mark.slow), LossConfig(index="sparse", index_coef=0.0)],
-    ids=["no loss", "coefficient 0"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", [LossConfig(), LossConfig(index="sparse", index_coef=0.0)], ids=["no loss", "coefficient 0"])
 def test_adamw_takes_an_indexer_without_gradients(losses):
     config = tiny.model("dsa")
     optim = OptimConfig(warmup_steps=0, schedule="constant", weight_decay=0.0)
