@@ -4,6 +4,11 @@
 never imports JAX.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moejax.hf.load import load_hf
+
 __all__ = ["load_hf"]
 
 
