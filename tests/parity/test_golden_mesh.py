@@ -1,0 +1,25 @@
+"""The same on eight devices: two shards of the weights by four of the experts."""
+
+import golden_models
+import pytest
+from golden_models import FAMILIES
+
+EIGHT = {"fsdp": 2, "expert": 4}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
+def test_float32_equals_the_golden_values(family):
+    golden_models.check(family, "float32", EIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_compiled_as_in_training_equals_the_golden_values(family):
+    golden_models.check(family, "float32", EIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_equals_the_golden_values(family):
+    golden_models.check(family, "float64", EIGHT)
