@@ -28,7 +28,7 @@ class ProgressBar:
           shown: False in all processes but one.
         """
         self._console, self._steps, self._first, self._every, self._shown = console, steps, first, every, shown
-        self._began_s = time.monotonic()
+        self._since: tuple[int, float] | None = None  # the first step seen and when: what came before it was compiling
         self._bar: Progress | None = None
         if shown and console.is_terminal:
             self._bar = Progress(
@@ -51,7 +51,11 @@ class ProgressBar:
             self._console.print(f"step {step}/{self._steps}  {text}  {self._left(step)} left", highlight=False, soft_wrap=True)
 
     def _left(self, step: int) -> str:
-        seconds = (time.monotonic() - self._began_s) / max(step - self._first, 1) * (self._steps - step)
+        if self._since is None or step == self._since[0]:
+            self._since = step, time.monotonic()
+            return "?"
+        first, began_s = self._since
+        seconds = (time.monotonic() - began_s) / (step - first) * (self._steps - step)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
     def close(self) -> None:

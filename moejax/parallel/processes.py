@@ -130,7 +130,7 @@ def initialize(config: ProcessConfig) -> Place | None:
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=START_TIMEOUT_S,
-        heartbeat_timeout_seconds=config.timeout_s,
+        heartbeat_timeout_seconds=2 * config.timeout_s,  # an abort without a name; the watch is to come first
     )
     watch.start(place.coordinator, place.num_processes, place.process_id, timeout_s=config.timeout_s)
     return place

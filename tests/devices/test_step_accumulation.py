@@ -12,7 +12,7 @@ from moejax.data.batch import Batch
 
 CONFIG = tiny.model("gqa", precision=tiny.FLOAT64)
 PLAIN = LossConfig(z_coef=0.01)
-ALL = LossConfig(z_coef=0.01, balance="global", balance_coef=0.1, router_z_coef=0.1)
+ALL = LossConfig(z_coef=0.01, balance="global", balance_coef=0.1, router_z_coef=0.1, bias_update="quantile")
 KINDS = (pytest.param("switch", marks=pytest.mark.slow), pytest.param("sequence", marks=pytest.mark.slow), "global")
 SPLIT = {"data": 2, "expert": 2, "accumulation": 4}
 
@@ -25,6 +25,11 @@ def run(losses, batch, **kwargs):
 def same(ours, theirs, tolerance=1e-12):
     assert abs(float(ours[0] - theirs[0])) <= tolerance * abs(float(theirs[0]))
     assert tiny.worst(ours[1], theirs[1])[0] < tolerance, tiny.worst(ours[1], theirs[1])
+
+
+def loads(report):
+    """What the router's bias moves by: rows per expert, and the margins of Quantile Balancing."""
+    return report.layers["head"]["0"]["load_E"], report.layers["head"]["0"]["margins_EN"]
 
 
 def join(*batches: Batch) -> Batch:
@@ -46,7 +51,7 @@ def with_labels(batch: Batch, num: int) -> Batch:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"expert": 8}, *(pytest.param({axis: size}, marks=pytest.mark.slow) for axis, size in (("data", 8), ("fsdp", 8), ("expert", 2)))],
+    [{}, *(pytest.param({axis: size}, marks=pytest.mark.slow) for axis, size in (("data", 8), ("fsdp", 8), ("expert", 8), ("expert", 2)))],
     ids=str,
 )
 def test_identical_microbatches_add_up_to_the_same_mean(sizes):
@@ -65,7 +70,7 @@ def test_identical_microbatches_add_up_to_the_same_mean(sizes):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_alone_moves_the_router_the_same_on_every_mesh_and_split(kind, sizes):
-    with_coef = lambda coef: dataclasses.replace(PLAIN, balance=kind, balance_coef=coef)
+    with_coef = lambda coef: dataclasses.replace(ALL, balance=kind, balance_coef=coef)
     batch = tiny.batch(rows=16)
     alone = {}
     for place, kwargs in (("one device", {}), ("mesh", sizes)):
@@ -82,10 +87,13 @@ def test_balance_alone_moves_the_router_the_same_on_every_mesh_and_split(kind, s
 def test_one_microbatch_of_100_tokens_and_one_of_10_equal_the_joined_batch(kind):
     batch = join(with_tokens(100), with_tokens(10))
     assert (batch.segments.ids_BL >= 0).sum() == 110
-    losses = dataclasses.replace(PLAIN, balance=kind, balance_coef=0.1)
+    losses = dataclasses.replace(ALL, balance=kind)
     want = run(losses, batch)
-    same(run(losses, batch, **SPLIT), want)
-    assert np.array_equal(want[2].layers["head"]["0"]["load_E"].sum(), 220)
+    got = run(losses, batch, **SPLIT)
+    same(got, want)
+    for counts in (got, want):
+        load_E, margins_EN = loads(counts[2])
+        assert load_E.sum() == 220 and margins_EN.sum(1).tolist() == [110] * 8
 
 
 def test_one_microbatch_of_100_labels_and_one_of_1_give_the_mean_over_101():
@@ -101,7 +109,7 @@ def test_one_microbatch_of_100_labels_and_one_of_1_give_the_mean_over_101():
     np.testing.assert_allclose(got[2].nll, sum(parts), rtol=1e-12)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"accumulation": 2}, {"accumulation": 2, "expert": 8}], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"accumulation": 2}, SPLIT], ids=str)
 def test_a_batch_of_padding_has_loss_zero_and_gradients_zero(kwargs):
     loss, grads, _ = run(ALL, join(with_tokens(0), with_tokens(0)), **kwargs)
     assert loss == 0
@@ -122,4 +130,4 @@ def test_appended_rows_and_tokens_of_padding_change_nothing():
         padded = Batch.build(pad(batch.tokens_BL, rows, length, 5), pad(batch.segments.ids_BL, rows, length, -1))
         got = run(ALL, padded)
         same(got, want)
-        jax.tree.map(np.testing.assert_array_equal, got[2].layers, want[2].layers)
+        jax.tree.map(np.testing.assert_array_equal, loads(got[2]), loads(want[2]))
