@@ -5,7 +5,7 @@ PYTHON := $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $
 RUN := .venv/bin/python -m
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: install train test test-slow lint format clean
+.PHONY: install train test test-slow test-aot lint format clean
 
 install: .venv/installed
 
@@ -19,10 +19,17 @@ train: install
 	.venv/bin/moejax train configs/tiny_hybrid.py
 
 test: install
-	$(RUN) pytest -n 2 --dist loadfile -m "not slow" --durations=15
+	$(RUN) pytest -n 2 --dist loadfile -m "not slow and not aot" --durations=15
 
 test-slow: install
 	$(RUN) pytest -n 2 --dist loadfile -m slow --durations=15
+
+.venv/installed-plan: .venv/installed
+	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,plan]'
+	@touch $@
+
+test-aot: .venv/installed-plan
+	$(RUN) pytest -n 2 --dist loadfile -m aot --durations=15
 
 lint: install
 	$(RUN) ruff check .

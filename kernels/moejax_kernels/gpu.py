@@ -1,0 +1,37 @@
+"""Which GPU a program is lowered for, and what stands in the way of GPU kernels here."""
+
+import importlib.util
+import os
+
+import jax
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU, in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def device_kind() -> str | None:
+    """Kind of the NVIDIA GPU that a program traced here is for, e.g. "NVIDIA H200"; None for another device.
+
+    The mesh that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set goes before the default device, so that programs
+    can be lowered for GPUs that are not there.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return kind if "NVIDIA" in kind else None
+
+
+def why_no_triton() -> str | None:
+    """Why Triton kernels cannot run or be compiled here, as the end of a sentence; None if they can."""
+    missing = [name for name in ("triton", *(() if interpreted() else ("jax_triton",))) if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs the package {missing[0]}, which is not installed. pip install 'moejax[gpu]', or pass implementation='xla'."
+    if not interpreted() and device_kind() is None:
+        return f"needs an NVIDIA GPU, and this program is for {_where()}. Pass implementation='xla'."
+    return None
+
+
+def _where() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
