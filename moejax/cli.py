@@ -1,4 +1,4 @@
-"""The command line: train, show, doctor."""
+"""The command line: train, show, plan, doctor."""
 
 import sys
 
@@ -9,6 +9,7 @@ from moejax.config.errors import ConfigError
 
 USAGE = """moejax train CONFIG [--field value ...]    train from a config file
 moejax show CONFIG [--field value ...]     print the resolved plan without touching a device; --devices N if the config does not pretend any
+moejax plan CONFIG --target h200x8 [...]   compile the train step for GPUs that are not there; print bytes, kernels and collectives
 moejax doctor                              what this machine can run, and what is missing
 
 Every field of the config is an option: --mesh.expert 4, --model.moe.num_experts 32, --optim.kind muon; `moejax show CONFIG --help` lists them."""
@@ -25,8 +26,8 @@ def main(args: list[str] | None = None) -> int:
     try:
         if command == "doctor" and not rest:
             return doctor(console)
-        if command in ("train", "show") and rest and not rest[0].startswith("-"):
-            return {"train": train, "show": show}[command](console, rest[0], rest[1:])
+        if command in ("train", "show", "plan") and rest and not rest[0].startswith("-"):
+            return {"train": train, "show": show, "plan": plan}[command](console, rest[0], rest[1:])
     except ConfigError as error:
         Console(stderr=True).print(f"[bold red]config error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
@@ -61,14 +62,16 @@ def show(console: Console, path: str, overrides: list[str]) -> int:
     """Prints the plan."""
     from moejax.config.load import help_text, load_config, to_json
     from moejax.config.run import resolve
-    from moejax.stages.report import plan_lines
+    from moejax.train.report import plan_lines
 
     if "--help" in overrides:
         console.print(help_text(load_config(path)), highlight=False, markup=False)
         return 0
-    devices, overrides = _take_devices(overrides)
+    given, overrides = _take("--devices", overrides)
+    if given is not None and not (given.isdigit() and int(given)):
+        raise ConfigError(f"--devices={given!r} must be a positive number.")
     config = load_config(path, overrides)
-    devices = devices or config.mesh.simulate_devices
+    devices = int(given or config.mesh.simulate_devices)
     if not devices:
         raise ConfigError("show needs to know the number of devices: pass --devices N, or set mesh.simulate_devices.")
     plan = resolve(config, devices)
@@ -77,15 +80,27 @@ def show(console: Console, path: str, overrides: list[str]) -> int:
     return 0
 
 
-def _take_devices(args: list[str]) -> tuple[int, list[str]]:
+def plan(console: Console, path: str, overrides: list[str]) -> int:
+    """Compiles the train step for GPUs that are not there."""
+    from moejax.config.load import load_config
+    from moejax.plan.targets import parse
+    from moejax.plan.train_step import plan_step
+
+    given, overrides = _take("--target", overrides)
+    target, count = parse(given or "")
+    config = load_config(path, overrides)
+    console.print(plan_step(config, target, count).report, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _take(name: str, args: list[str]) -> tuple[str | None, list[str]]:
+    """The value of an option that is no field of the config, and the other arguments."""
     for at, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name == "--devices":
+        option, equals, value = arg.partition("=")
+        if option == name:
             given = value if equals else args[at + 1] if at + 1 < len(args) else ""
-            if not given.isdigit() or not int(given):
-                raise ConfigError(f"--devices={given!r} must be a positive number.")
-            return int(given), args[:at] + args[at + (1 if equals else 2) :]
-    return 0, args
+            return given, args[:at] + args[at + (1 if equals else 2) :]
+    return None, args
 
 
 def doctor(console: Console) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import time
 from typing import Any
 
@@ -17,13 +18,13 @@ from moejax.checkpoint.stop import StopSignal
 from moejax.checkpoint.store import Checkpointer, MissingCheckpointError
 from moejax.config.errors import ConfigError
 from moejax.config.load import to_json
+from moejax.config.mesh import ProcessConfig
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
 from moejax.model import language_model
 from moejax.model.counting import train_flops_per_token
-from moejax.model.objective import switches_for
 from moejax.observe import run_folder
 from moejax.observe.compile_log import refuse_replication
 from moejax.observe.memory import compiled_bytes, tree_bytes
@@ -32,17 +33,15 @@ from moejax.observe.peaks import peak_tflops
 from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
-from moejax.optim import groups
-from moejax.optim.build import build
 from moejax.parallel.mesh import make_mesh, one_device_mesh
-from moejax.parallel.processes import initialize, simulate_devices
-from moejax.stages.report import describe, first_non_finite
+from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
-from moejax.train.state import TrainState, init_state, state_shapes, state_shardings
-from moejax.train.step import train_step
+from moejax.train.program import make_program
+from moejax.train.report import describe, first_non_finite
+from moejax.train.state import TrainState, init_state, placed_shapes
 
-USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, FileExistsError)
+USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, DisagreementError, FileExistsError)
 """What the person who started the run can mend: the message is enough."""
 
 
@@ -63,10 +62,11 @@ class Outcome:
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Starts JAX as the config says (pretended devices, other processes), and checks the config against the devices."""
+    """Starts JAX as the config says (pretended devices, other processes), and checks the config against theirs and the devices."""
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     initialize(config.processes)
+    agree("config", to_json(dataclasses.replace(config, processes=ProcessConfig())))
     return resolve(config, jax.device_count())
 
 
@@ -76,15 +76,13 @@ class Run:
     def __init__(self, plan: Plan, console: Console):
         self.plan, self.console = plan, console
         self.config = config = plan.config
-        self.model, self.losses = config.model, config.losses
+        self.model = config.model
         self.mesh = make_mesh(config.mesh)
         self.main = jax.process_index() == 0
         self.folder = run_folder.make(config.out_dir, config.name, config_json=to_json(config))
-        like = language_model.shapes(self.model)
-        self.rules = groups.assign(config.optim, like, train_only=config.train.train_only)
-        self.optimizer = build(config.optim, steps=config.train.steps, params_like=like, train_only=config.train.train_only)
-        self.switches = switches_for(self.losses, remat=config.train.remat == "layer", debug=config.train.debug)
+        self.program = make_program(config.model, config.losses, config.optim, config.train)
         self.loader = self.open("train")
+        agree("data", json.dumps(self.loader.identity, indent=1))
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the {self.loader.tokenizer.vocab_size} tokens of "
@@ -104,30 +102,18 @@ class Run:
         found = self.checkpoints.find(self.config.checkpoint.resume)
         if found is None:
             self.say(f"start     fresh weights, seed {self.config.train.seed}")
-            return init_state(self.model, self.optimizer, self.mesh, self.config.train.seed)
-        shapes, places = state_shapes(self.model, self.optimizer), state_shardings(self.model, self.optimizer, self.mesh)
-        like = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, places)
-        state, host = self.checkpoints.restore(found, like=like)
+            return init_state(self.model, self.program.optimizer, self.mesh, self.config.train.seed)
+        state, host = self.checkpoints.restore(found, like=placed_shapes(self.model, self.program.optimizer, self.mesh))
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
 
     def compile(self, state: TrainState, batches):
         """The compiled step; XLA replicating a tensor by itself is an error."""
-        step = functools.partial(
-            train_step,
-            config=self.model,
-            losses=self.losses,
-            optimizer=self.optimizer,
-            clip_norm=self.config.optim.clip_norm,
-            trainable=jax.tree.map(lambda rule: rule.trainable, self.rules),
-            switches=self.switches,
-        )
-        places = jax.tree.map(lambda array: array.sharding, state)
         options: dict[str, Any] = {}
         if self.config.train.deterministic and jax.default_backend() == "gpu":
             options["xla_gpu_deterministic_ops"] = True
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
+        lowered = self.program.lower(state, batches)
         with refuse_replication():
             compiled = lowered.compile(compiler_options=options)
         if self.config.observe.dump and self.main:
@@ -216,7 +202,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
                 batches = job.next_batch()
             if compiled is None:
                 compiled = job.compile(state, batches)
-                job.say(describe(job.plan, job.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+                job.say(describe(job.plan, job.program.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
                 timer.lap()
             profiler.before(step)
             with timer.part("compute"):

@@ -23,3 +23,12 @@ def place_batch(batch, mesh: Mesh, *, accumulation: int):
         return jax.make_array_from_process_local_data(sharding, cut)
 
     return jax.tree.map(place, batch)
+
+
+def batch_shapes(batch, mesh: Mesh, *, accumulation: int):
+    """What `place_batch` would make of a batch that holds all rows: shapes, dtypes and places."""
+    sharding = NamedSharding(mesh, P(None, TOKENS))
+    cut = lambda array: jax.ShapeDtypeStruct(
+        (accumulation, array.shape[0] // accumulation, *array.shape[1:]), array.dtype, sharding=sharding
+    )
+    return jax.tree.map(cut, batch)

@@ -50,6 +50,15 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
     return TrainState(params, opt_state, everywhere, everywhere, everywhere)
 
 
+def placed_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and places of a state."""
+    return jax.tree.map(
+        lambda like, place: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place),
+        state_shapes(config, optimizer),
+        state_shardings(config, optimizer, mesh),
+    )
+
+
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """A fresh state, made where it lies."""
     params = language_model.init(config, mesh, seed)

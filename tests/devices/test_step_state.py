@@ -11,7 +11,7 @@ from moejax.config.mesh import MeshConfig
 from moejax.config.model import ResidualConfig
 from moejax.config.run import RunConfig, resolve
 from moejax.config.training import GroupConfig, LossConfig, OptimConfig
-from moejax.stages.report import first_non_finite
+from moejax.train.report import first_non_finite
 
 ADAMW = OptimConfig(warmup_steps=0, schedule="constant", learning_rate=1e-3, weight_decay=0.0)
 LOSSES = LossConfig(bias_update="sign", index="sparse")

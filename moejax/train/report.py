@@ -8,7 +8,8 @@ from moejax_kernels.implementation import CHOSEN
 
 from moejax.config.model import LayerKind, LayerPlan
 from moejax.config.run import Plan
-from moejax.model import counting
+from moejax.model import counting, language_model
+from moejax.optim import groups
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -38,9 +39,6 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def describe(plan: Plan, rules: Any, *, state: int, **compiled: int) -> str:
     """The plan, optimizer groups, bytes per device and chosen kernels, once the step is compiled."""
-    from moejax.model import language_model
-    from moejax.optim import groups
-
     lines = plan_lines(plan)
     for label, tensors, params, rate, decay in groups.table(rules, language_model.shapes(plan.config.model)):
         lines.append(f"{'optimizer':9} {label}: {params:,} parameters in {tensors} tensors, peak rate {rate:g}, decay {decay:g}")

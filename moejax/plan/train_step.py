@@ -1,0 +1,53 @@
+"""The real train step of a config, compiled for GPUs that are not there."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from moejax.config.run import Plan, RunConfig, resolve
+from moejax.data.batch import Batch
+from moejax.observe.memory import compiled_bytes, tree_bytes
+from moejax.parallel.mesh import make_mesh
+from moejax.plan.compiled import collectives, launches
+from moejax.plan.targets import Target, devices
+from moejax.train.placement import batch_shapes
+from moejax.train.program import make_program
+from moejax.train.report import describe
+from moejax.train.state import placed_shapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that no device has run."""
+
+    plan: Plan
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+    report: str
+    """Mesh, parameters, FLOPs, bytes per device, kernels, launches and collectives, for a person."""
+
+
+def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
+    """Compiles the train step of a config for `count` GPUs.
+
+    Raises:
+      ConfigError: the config does not fit so many devices, or JAX's CUDA plugin is not installed.
+    """
+    plan = resolve(config, count)
+    config = plan.config
+    mesh = make_mesh(config.mesh, devices(target, count))
+    program = make_program(config.model, config.losses, config.optim, config.train)
+    zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
+    with jax.set_mesh(mesh):
+        state = placed_shapes(config.model, program.optimizer, mesh)
+        lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
+        compiled = lowered.compile()
+    spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"
+    lines = [
+        f"{'target':9} {count} x {target.name}, {target.memory_bytes / 2**30:.0f} GiB each",
+        describe(plan, program.rules, state=tree_bytes(state), **compiled_bytes(compiled)),
+        f"{'launches':9} {spell(launches(compiled))} (loop bodies once)",
+        f"{'traffic':9} {spell(collectives(compiled))} (loop bodies once)",
+    ]
+    return PlannedStep(plan, lowered, compiled, "\n".join(lines))

@@ -1,0 +1,56 @@
+"""The train step of a run, made from the parts of its config; the same for training and for planning."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from moejax.config.model import ModelConfig
+from moejax.config.training import LossConfig, OptimConfig, TrainConfig
+from moejax.model import language_model
+from moejax.model.context import Switches
+from moejax.model.objective import switches_for
+from moejax.optim import groups
+from moejax.optim.build import build
+from moejax.train.state import TrainState
+from moejax.train.step import StepOutput, train_step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A step and what belongs to it."""
+
+    step: Callable[[TrainState, Any], tuple[TrainState, StepOutput]]
+    """(state, batches) -> (next state, what the step tells); see `train_step`."""
+    optimizer: optax.GradientTransformation
+    """Its init makes the state's moments."""
+    rules: Any
+    """What each weight is trained with, keyed like the weights."""
+    switches: Switches
+    """What the model is asked for besides logits."""
+
+    def lower(self, state, batches) -> jax.stages.Lowered:
+        """The step, lowered for arrays, or their shapes, where they lie; the state's memory is reused for the next one."""
+        places = jax.tree.map(lambda array: array.sharding, state)
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
+
+
+def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig) -> Program:
+    """The step that a config asks for."""
+    like = language_model.shapes(model)
+    rules = groups.assign(optim, like, train_only=train.train_only)
+    optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
+    switches = switches_for(losses, remat=train.remat == "layer", debug=train.debug)
+    step = functools.partial(
+        train_step,
+        config=model,
+        losses=losses,
+        optimizer=optimizer,
+        clip_norm=optim.clip_norm,
+        trainable=jax.tree.map(lambda rule: rule.trainable, rules),
+        switches=switches,
+    )
+    return Program(step, optimizer, rules, switches)
