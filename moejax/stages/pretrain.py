@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import time
 from typing import Any
 
@@ -17,6 +19,7 @@ from moejax.checkpoint.stop import StopSignal
 from moejax.checkpoint.store import Checkpointer, MissingCheckpointError
 from moejax.config.errors import ConfigError
 from moejax.config.load import to_json
+from moejax.config.mesh import ProcessConfig
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
@@ -35,14 +38,14 @@ from moejax.observe.timing import StepTimer
 from moejax.optim import groups
 from moejax.optim.build import build
 from moejax.parallel.mesh import make_mesh, one_device_mesh
-from moejax.parallel.processes import initialize, simulate_devices
+from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
 from moejax.stages.report import describe, first_non_finite
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.state import TrainState, init_state, state_shapes, state_shardings
 from moejax.train.step import train_step
 
-USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, FileExistsError)
+USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, DisagreementError, FileExistsError)
 """What the person who started the run can mend: the message is enough."""
 
 
@@ -63,10 +66,11 @@ class Outcome:
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Starts JAX as the config says (pretended devices, other processes), and checks the config against the devices."""
+    """Starts JAX as the config says (pretended devices, other processes), and checks the config against theirs and the devices."""
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     initialize(config.processes)
+    agree("config", to_json(dataclasses.replace(config, processes=ProcessConfig())))
     return resolve(config, jax.device_count())
 
 
@@ -85,6 +89,7 @@ class Run:
         self.optimizer = build(config.optim, steps=config.train.steps, params_like=like, train_only=config.train.train_only)
         self.switches = switches_for(self.losses, remat=config.train.remat == "layer", debug=config.train.debug)
         self.loader = self.open("train")
+        agree("data", json.dumps(self.loader.identity, indent=1))
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the {self.loader.tokenizer.vocab_size} tokens of "
@@ -94,6 +99,7 @@ class Run:
             self.folder / "checkpoints", optimizer=config.optim.kind, keep=config.checkpoint.keep, every=config.checkpoint.every
         )
         self.stop = StopSignal(config.checkpoint.term_timeout_s)
+        self.eval_program: jax.stages.Compiled | None = None
 
     def open(self, split) -> Loader:
         """This process's rows of a split."""
@@ -130,6 +136,7 @@ class Run:
         lowered = jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
         with refuse_replication():
             compiled = lowered.compile(compiler_options=options)
+        agree("train step", fingerprint(lowered))
         if self.config.observe.dump and self.main:
             (self.folder / "step.hlo.txt").write_text(compiled.as_text() or "")
             (self.folder / "step.memory.txt").write_text(str(compiled.memory_analysis()))
@@ -158,7 +165,12 @@ class Run:
         sums = np.zeros(3)
         with contextlib.closing(self.open("heldout")) as loader:
             for batch in itertools.islice(loader, self.config.train.eval_batches):
-                nll, weight = eval_step(self.model, params, place_batch(batch, self.mesh, accumulation=1))
+                placed = place_batch(batch, self.mesh, accumulation=1)
+                if self.eval_program is None:
+                    lowered = eval_step.lower(self.model, params, placed)
+                    self.eval_program = lowered.compile()
+                    agree("evaluation", fingerprint(lowered))
+                nll, weight = self.eval_program(params, placed)
                 local = markov.batch_nats(batch)[0] if markov else 0.0
                 theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
                 sums += float(nll), float(weight), theirs
@@ -176,6 +188,11 @@ class Run:
         self.checkpoints.close()
         self.loader.close()
         self.stop.close()
+
+
+def fingerprint(lowered: jax.stages.Lowered) -> str:
+    """Tells programs apart; processes that run different ones would wait for each other in vain."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 def run(config: RunConfig, console: Console) -> Outcome:
