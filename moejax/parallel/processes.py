@@ -3,9 +3,10 @@
 import dataclasses
 import os
 import socket
+from typing import Any
 
 import jax
-from jax._src import xla_bridge
+from jax._src import distributed, xla_bridge
 from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
@@ -134,3 +135,29 @@ def initialize(config: ProcessConfig) -> Place | None:
     )
     watch.start(place.coordinator, place.num_processes, place.process_id, timeout_s=config.timeout_s)
     return place
+
+
+class DisagreementError(RuntimeError):
+    """Processes of one run that were given different things."""
+
+
+def agree(name: str, text: str) -> None:
+    """Returns once all processes have called it with the same text; every one of them must call it, once per name.
+
+    Processes that compile at different speeds meet here: Gloo gives up 30 s after the first one came to a collective.
+
+    Raises:
+      DisagreementError: in all processes, with the lines that differ.
+    """
+    if jax.process_count() == 1:
+        return
+    client: Any = distributed.global_state.client  # jax has no public way to its key-value store
+    client.key_value_set(f"moejax/agree/{name}/{jax.process_index()}", text)
+    texts = [client.blocking_key_value_get(f"moejax/agree/{name}/{other}", 1000 * START_TIMEOUT_S) for other in range(jax.process_count())]
+    for other, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            ours, theirs = (set(lines.splitlines()) for lines in (texts[0], theirs))
+            spell = lambda lines: "; ".join(sorted(line.strip() for line in lines))
+            raise DisagreementError(
+                f"{name}: process {other} has {spell(theirs - ours)!r} where process 0 has {spell(ours - theirs)!r}. Start all with the same."
+            )

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import time
@@ -92,6 +93,7 @@ class Run:
             self.folder / "checkpoints", optimizer=config.optim.kind, keep=config.checkpoint.keep, every=config.checkpoint.every
         )
         self.stop = StopSignal(config.checkpoint.term_timeout_s)
+        self.eval_program: jax.stages.Compiled | None = None
 
     def open(self, split) -> Loader:
         """This process's rows of a split."""
@@ -116,6 +118,7 @@ class Run:
         lowered = self.program.lower(state, batches)
         with refuse_replication():
             compiled = lowered.compile(compiler_options=options)
+        agree("train step", fingerprint(lowered))
         if self.config.observe.dump and self.main:
             (self.folder / "step.hlo.txt").write_text(compiled.as_text() or "")
             (self.folder / "step.memory.txt").write_text(str(compiled.memory_analysis()))
@@ -144,7 +147,12 @@ class Run:
         sums = np.zeros(3)
         with contextlib.closing(self.open("heldout")) as loader:
             for batch in itertools.islice(loader, self.config.train.eval_batches):
-                nll, weight = eval_step(self.model, params, place_batch(batch, self.mesh, accumulation=1))
+                placed = place_batch(batch, self.mesh, accumulation=1)
+                if self.eval_program is None:
+                    lowered = eval_step.lower(self.model, params, placed)
+                    self.eval_program = lowered.compile()
+                    agree("evaluation", fingerprint(lowered))
+                nll, weight = self.eval_program(params, placed)
                 local = markov.batch_nats(batch)[0] if markov else 0.0
                 theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
                 sums += float(nll), float(weight), theirs
@@ -162,6 +170,11 @@ class Run:
         self.checkpoints.close()
         self.loader.close()
         self.stop.close()
+
+
+def fingerprint(lowered: jax.stages.Lowered) -> str:
+    """Tells programs apart; processes that run different ones would wait for each other in vain."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 def run(config: RunConfig, console: Console) -> Outcome:

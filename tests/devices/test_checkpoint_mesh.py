@@ -8,7 +8,6 @@ from pathlib import Path
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -42,9 +41,9 @@ def start(mesh):
 
 @jax.jit
 def train(state):
-    """Elementwise, so that no reduction rounds differently on another mesh."""
-    moments = jax.tree.map(lambda m, p: 0.9 * m + jnp.sin(p), state["moments"], state["params"])
-    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments)
+    """Each sum rounds once, whatever the mesh and however a process compiles: powers of two are exact, fused or not."""
+    moments = jax.tree.map(lambda m, p: 0.5 * m + p, state["moments"], state["params"])
+    params = jax.tree.map(lambda p, m: p - 0.125 * m, state["params"], moments)
     return {"params": params, "moments": moments, "step": state["step"] + 1}
 
 
@@ -64,7 +63,6 @@ def test_a_checkpoint_of_8_devices_is_the_same_on_4_and_on_1(tmp_path):
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, train(train(state))), want)
 
 
-@pytest.mark.slow
 def test_two_processes_write_what_one_and_two_read(tmp_path):
     run_pair("save", tmp_path)
     check(tmp_path)

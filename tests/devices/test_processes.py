@@ -103,6 +103,7 @@ def take_part(mode, victim, port, process_id):
     processes.initialize(ProcessConfig(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process_id, timeout_s=TIMEOUT_S))
     if mode == "stop":
         return stop_together(victim, process_id)
+    processes.agree("config", f"steps: 3\nwidth: {process_id if mode == 'differ' else 8}")
     for step in range(4):
         if step == 3 and mode == "die" and process_id == victim:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -171,6 +172,12 @@ def test_when_one_is_asked_to_stop_all_stop_at_the_same_step():
     assert codes == [0, 0], outputs[0][1][-2000:]
     first, second = (out.splitlines()[-1] for out, _ in outputs)
     assert first == second and first.startswith("stopped at ") and 3 <= int(first.split()[-1]) < 999
+
+
+def test_processes_with_other_configs_end_with_the_lines_that_differ():
+    codes, _, outputs = start_pair("differ", 0)
+    assert 0 not in codes
+    assert "config: process 1 has 'width: 1' where process 0 has 'width: 0'" in outputs[0][1] + outputs[1][1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,6 +1,5 @@
 """Layers that are stacked and scanned are the layers one by one, and a deep model compiles as fast as a shallow one."""
 
-import contextlib
 import dataclasses
 import time
 
@@ -8,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from jax.experimental.compilation_cache import compilation_cache
 
 from moejax.config.model import LayerPlan, ResidualConfig
 from moejax.config.run import layer_plan
@@ -70,16 +68,8 @@ def test_gradients_of_scanned_layers_equal_those_of_unrolled_ones(name, monkeypa
     assert tiny.worst(one_by_one(config, grads), want)[0] < 1e-9
 
 
-@contextlib.contextmanager
-def no_compilation_cache():
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether to use it was decided once
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_48_layers_compile_as_fast_as_12():
     """In seconds of processor time, which other programs on the machine do not change; the compilation cache is off."""
 
@@ -93,7 +83,6 @@ def test_48_layers_compile_as_fast_as_12():
             trainer.step.lower(trainer.state, batch).compile()
         return time.process_time() - began_s
 
-    with no_compilation_cache():
-        seconds(8)  # what the first compilation alone pays
-        shallow_s, deep_s = seconds(12), seconds(48)
+    seconds(8)  # what the first compilation alone pays
+    shallow_s, deep_s = seconds(12), seconds(48)
     assert deep_s <= 1.3 * shallow_s, f"{deep_s:.1f} s against {shallow_s:.1f} s"
