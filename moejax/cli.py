@@ -19,7 +19,7 @@ def main(args: list[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0 well, 1 the run did not reach its goal, 2 wrong arguments or config."""
     args = list(sys.argv[1:] if args is None else args)
     console = Console()
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in ("-h", "--help", "help") or args[1:] in (["-h"], ["--help"]):
         console.print(USAGE, highlight=False, markup=False)
         return 0 if args else 2
     command, *rest = args
@@ -30,6 +30,8 @@ def main(args: list[str] | None = None) -> int:
             return {"train": train, "show": show, "plan": plan}[command](console, rest[0], rest[1:])
     except ConfigError as error:
         Console(stderr=True).print(f"[bold red]config error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        if "moejax.parallel.watch" in sys.modules:
+            sys.modules["moejax.parallel.watch"].report(error)  # the others must not wait for this process
         return 2
     Console(stderr=True).print(f"moejax {' '.join(args)}: no such command.\n\n{USAGE}", highlight=False, markup=False)
     return 2
@@ -39,17 +41,20 @@ def train(console: Console, path: str, overrides: list[str]) -> int:
     """Trains; 1 if the held-out loss is not below the Markov baseline's."""
     from moejax.config.load import load_config
 
+    if "--help" in overrides:
+        return show(console, path, ["--help"])
     config = load_config(path, overrides)
-    import jax
-
-    from moejax.stages.pretrain import USER_ERRORS, run
+    from moejax.parallel import watch
+    from moejax.stages.pretrain import ENDS, USER_ERRORS, run
 
     try:
         outcome = run(config, console)
     except USER_ERRORS as error:
-        if jax.process_count() > 1:
-            raise  # the others must see this process fail, or they wait for it
         raise ConfigError(str(error)) from error
+    except ENDS as error:
+        Console(stderr=True).print(f"[bold red]the run ended:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        watch.report(error)
+        return 1
     if not outcome.finished or outcome.baseline_nats is None or outcome.heldout_nats < outcome.baseline_nats:
         return 0
     console.print(

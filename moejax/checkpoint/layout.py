@@ -51,5 +51,5 @@ def check(stored: Layout, wanted: Layout, *, where: str, limit: int = 8) -> None
         f"The checkpoint {where} has another layout than this run, nothing was read:\n  "
         + "\n  ".join(differences[:limit])
         + more
-        + "\nStart with the config it was written with (config.json in its run's folder), or give the run another --name to start afresh."
+        + "\nGo on with the config it was written with (config.json in its run's folder), or give the run another --name to start afresh."
     )

@@ -26,10 +26,23 @@ class StopSignal:
           timeout_s: seconds from the signal (several processes: from the agreed step) after which the process ends, saved or not.
         """
         self._timeout_s = timeout_s
-        self._asked = threading.Event()
+        self._asked, self._lock, self._closed = threading.Event(), threading.RLock(), False
         self._deadline: threading.Timer | None = None
         self._many = jax.process_count() > 1
-        self._previous = None if self._many else signal.signal(signal.SIGTERM, self._on_signal)
+        if self._many:
+            return
+        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        # Python's handler waits for the main thread to come back from C++ (compiling takes minutes); the wake-up byte does not
+        self._bytes, write = os.pipe()
+        os.set_blocking(write, False)
+        self._previous_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._wakeup = write
+        threading.Thread(target=self._listen, daemon=True, name="moejax SIGTERM").start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process knows that the run shall end; the others may not know it yet."""
+        return self._asked.is_set()
 
     def reached(self, step: int) -> bool:
         """Whether the run shall save and end after `step`; every process must ask at every step, in order."""
@@ -38,22 +51,33 @@ class StopSignal:
         return self._asked.is_set()
 
     def close(self) -> None:
-        """Called when the run has saved: the deadline is met, and SIGTERM means again what it did before."""
+        """Called when the run has saved: the deadline is met, and SIGTERM means again what it did before. May be called twice."""
+        with self._lock:
+            first, self._closed = not self._closed, True
         if self._deadline is not None:
             self._deadline.cancel()
-        if self._previous is not None:
+        if first and not self._many:
             signal.signal(signal.SIGTERM, self._previous)
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(self._wakeup)  # ends the thread
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._ask()
 
+    def _listen(self) -> None:
+        while number := os.read(self._bytes, 1):
+            if number[0] == signal.SIGTERM:
+                self._ask()
+        os.close(self._bytes)
+
     def _ask(self) -> None:
-        if self._asked.is_set():
-            return
-        self._asked.set()
-        self._deadline = threading.Timer(self._timeout_s, self._give_up)
-        self._deadline.daemon = True
-        self._deadline.start()
+        with self._lock:
+            if self._asked.is_set() or self._closed:
+                return
+            self._asked.set()
+            self._deadline = threading.Timer(self._timeout_s, self._give_up)
+            self._deadline.daemon = True
+            self._deadline.start()
 
     def _give_up(self) -> None:
         sys.stderr.write(

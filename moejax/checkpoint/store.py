@@ -144,7 +144,9 @@ def _steps_in(folder: Path) -> list[int]:
 
 def _there(path: Path) -> str:
     """What the nearest folder that exists holds."""
-    folder = next(folder for folder in path.parents if folder.is_dir())
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    if (folder / "checkpoints").is_dir():  # a run's folder
+        folder /= "checkpoints"
     steps = _steps_in(folder)
     return f"in {folder} are {', '.join(map(str, steps))}" if steps else f"{folder} holds no checkpoint"
 

@@ -28,10 +28,10 @@ def refuse_replication() -> Iterator[None]:
 
     Raises:
       ReplicationError: a tensor would be replicated; with its shape, both shardings and the source operation.
-      RuntimeError: XLA's warnings are switched off by TF_CPP_MIN_LOG_LEVEL.
+      ReplicationError: XLA's warnings are switched off by TF_CPP_MIN_LOG_LEVEL, so that nobody would know.
     """
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") not in ("0", "1"):
-        raise RuntimeError(
+        raise ReplicationError(
             f"TF_CPP_MIN_LOG_LEVEL={os.environ['TF_CPP_MIN_LOG_LEVEL']} hides XLA's warnings, so that a replicated tensor "
             "would go unnoticed. Unset it, or set it to 0 or 1."
         )

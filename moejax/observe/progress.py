@@ -11,6 +11,7 @@ SHOWN = (
     ("tokens_per_s", "tok/s", ",.0f"),
     ("expert_load_max_over_mean", "load max/mean", ".2f"),
     ("dropped_rows", "dropped", ",.0f"),
+    ("heldout_nats", "held out", ".4f"),
 )
 """Metrics shown, where present: name, label, format."""
 

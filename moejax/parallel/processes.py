@@ -153,7 +153,12 @@ def agree(name: str, text: str) -> None:
         return
     client: Any = distributed.global_state.client  # jax has no public way to its key-value store
     client.key_value_set(f"moejax/agree/{name}/{jax.process_index()}", text)
-    texts = [client.blocking_key_value_get(f"moejax/agree/{name}/{other}", 1000 * START_TIMEOUT_S) for other in range(jax.process_count())]
+    texts = []
+    for other in range(jax.process_count()):
+        try:
+            texts.append(client.blocking_key_value_get(f"moejax/agree/{name}/{other}", 1000 * START_TIMEOUT_S))
+        except jax.errors.JaxRuntimeError as error:
+            raise DisagreementError(f"{name}: process {other} did not come to it within {START_TIMEOUT_S} s.") from error
     for other, theirs in enumerate(texts):
         if theirs != texts[0]:
             ours, theirs = (set(lines.splitlines()) for lines in (texts[0], theirs))

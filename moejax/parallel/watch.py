@@ -40,8 +40,22 @@ def start(coordinator: str, num_processes: int, process_id: int, *, timeout_s: f
     hosts = [client.blocking_key_value_get(f"{_HOST}{other}", int(1000 * timeout_s)) for other in range(num_processes)]
     watch = _Watch(client, coordinator, hosts, process_id, timeout_s)
     watch.start()
+    _WATCHES.append(watch)
     sys.excepthook = watch.on_exception
     atexit.register(watch.leave)  # runs before JAX's own handler, which ends the client
+
+
+_WATCHES: list["_Watch"] = []
+"""The watch of this process, once it is one of several."""
+
+
+def report(error: BaseException) -> None:
+    """Tells the other processes of an error that ends this one, and does not return; does nothing in a run of one process.
+
+    For errors that are caught to be printed; those that nobody catches are reported by themselves.
+    """
+    for watch in _WATCHES:
+        watch.fail(f"{type(error).__name__}: {error}")
 
 
 class _Watch(threading.Thread):
@@ -115,9 +129,12 @@ class _Watch(threading.Thread):
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an exception that ends this process, and waits for the verdict: it may be but the echo of another's death."""
         self.previous_hook(kind, error, trace)
+        self.fail(f"{kind.__name__}: {error}")
+
+    def fail(self, words: str) -> None:
+        """Leaves the first line of `words` for the others, and waits for the verdict."""
         self.failed = True
-        first_line = str(error).partition("\n")[0]
-        self.client.key_value_set(f"{_FAILED}{self.process_id}", f"{kind.__name__}: {first_line}"[:500])
+        self.client.key_value_set(f"{_FAILED}{self.process_id}", words.partition("\n")[0][:500])
         time.sleep(self.timeout_s)
         self._end("no verdict came from process 0")
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,17 +25,16 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
-from moejax.model import language_model
 from moejax.model.counting import train_flops_per_token
 from moejax.observe import run_folder
-from moejax.observe.compile_log import refuse_replication
+from moejax.observe.compile_log import ReplicationError, refuse_replication
 from moejax.observe.memory import compiled_bytes, tree_bytes
 from moejax.observe.metrics import MetricsWriter
 from moejax.observe.peaks import peak_tflops
 from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
-from moejax.parallel.mesh import make_mesh, one_device_mesh
+from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
@@ -48,6 +48,10 @@ USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingC
 
 class DivergedError(RuntimeError):
     """Too many non-finite steps in a row, or, in debug mode, the first one."""
+
+
+ENDS = (DivergedError, ReplicationError)
+"""What ends a run that was asked for rightly: the message is enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Outcome:
 
 def prepare(config: RunConfig) -> Plan:
     """Starts JAX as the config says (pretended devices, other processes), and checks the config against theirs and the devices."""
+    precision = config.model.precision
+    if "float64" in (precision.params, precision.compute):
+        jax.config.update("jax_enable_x64", True)
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     initialize(config.processes)
@@ -80,7 +87,7 @@ class Run:
         self.model = config.model
         self.mesh = make_mesh(config.mesh)
         self.main = jax.process_index() == 0
-        self.folder = run_folder.make(config.out_dir, config.name, config_json=to_json(config))
+        self.folder = Path(config.out_dir) / config.name
         self.program = make_program(config.model, config.losses, config.optim, config.train)
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
@@ -102,9 +109,22 @@ class Run:
     def start(self) -> TrainState:
         """The state to begin with: from a checkpoint, or fresh; either is announced."""
         found = self.checkpoints.find(self.config.checkpoint.resume)
+        if self.loader.skipped:
+            names = ", ".join(self.loader.skipped[:3])
+            self.say(
+                f"data      {len(self.loader.skipped)} files are no UTF-8 text and are left out: {names}{', ...' * (len(self.loader.skipped) > 3)}"
+            )
+        state = self.load(found)
+        # what is written about a run is written once its start is not refused
+        run_folder.make(self.config.out_dir, self.config.name, config_json=to_json(self.config))
+        return state
+
+    def load(self, found: Path | None) -> TrainState:
+        """Fresh weights, or a checkpoint's."""
         if found is None:
             self.say(f"start     fresh weights, seed {self.config.train.seed}")
-            return init_state(self.model, self.program.optimizer, self.mesh, self.config.train.seed)
+            with refuse_replication():
+                return init_state(self.model, self.program.optimizer, self.mesh, self.config.train.seed)
         state, host = self.checkpoints.restore(found, like=placed_shapes(self.model, self.program.optimizer, self.mesh))
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
@@ -141,22 +161,37 @@ class Run:
         """Order-2 byte Markov model of the training split; None without a byte tokenizer."""
         return fit_baseline(self.config.data) if self.config.data.tokenizer == "bytes" else None
 
-    def evaluate(self, params: dict) -> tuple[float, float | None]:
-        """Held-out loss in nats per target, and the Markov model's on the same targets (None without a byte tokenizer)."""
-        markov = self.markov
+    def evaluate(self, params: dict) -> tuple[float, float | None] | None:
+        """Held-out loss in nats per target, and the Markov model's on the same targets (None without a byte tokenizer).
+
+        None if SIGTERM came meanwhile to a run of one process: saving goes before the rest of the evaluation.
+        """
         sums = np.zeros(3)
         with contextlib.closing(self.open("heldout")) as loader:
             for batch in itertools.islice(loader, self.config.train.eval_batches):
-                placed = place_batch(batch, self.mesh, accumulation=1)
+                if self.stop.asked and jax.process_count() == 1:
+                    return None
+                placed = place_batch(batch, self.mesh, accumulation=self.config.train.accumulation)
                 if self.eval_program is None:
-                    lowered = eval_step.lower(self.model, params, placed)
-                    self.eval_program = lowered.compile()
-                    agree("evaluation", fingerprint(lowered))
+                    self.eval_program = self.compile_evaluation(params, placed)
                 nll, weight = self.eval_program(params, placed)
-                local = markov.batch_nats(batch)[0] if markov else 0.0
+                local = self.markov.batch_nats(batch)[0] if self.markov else 0.0
                 theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
                 sums += float(nll), float(weight), theirs
-        return sums[0] / sums[1], sums[2] / sums[1] if markov else None
+        return sums[0] / sums[1], sums[2] / sums[1] if self.markov else None
+
+    def compile_evaluation(self, params: dict, batches) -> jax.stages.Compiled:
+        """The compiled evaluation of one global batch; held to the same rule as the step."""
+        losses = self.config.losses
+        lowered = eval_step.lower(params, batches, config=self.model, index=losses.index, chunk_tokens=losses.chunk_tokens)
+        with refuse_replication():
+            compiled = lowered.compile()
+        agree("evaluation", fingerprint(lowered))
+        return compiled
+
+    def metrics(self, steps: int) -> MetricsWriter:
+        """Where numbers go; lines after `steps` of an earlier life are taken out."""
+        return MetricsWriter(self.folder, tensorboard=self.config.observe.tensorboard, resumed_step=steps)
 
     def speed(self, values: dict[str, float]) -> dict[str, float]:
         """Tokens, FLOPs and MFU of a step; MFU only where the device's peak is known."""
@@ -182,20 +217,24 @@ def run(config: RunConfig, console: Console) -> Outcome:
     began_s = time.perf_counter()
     job = Run(prepare(config), console)
     with jax.set_mesh(job.mesh):
+        job.markov  # noqa: B018  # reads all training text: what cannot be read is to be known before the first step
         state, finished = loop(job, job.start())
         steps = int(state.step)
         job.checkpoints.wait()
         if job.checkpoints.latest() != steps:
             job.checkpoints.save(steps, state, {"data": job.loader.state()})
         job.checkpoints.wait()
+        job.stop.close()  # all is saved: from here on SIGTERM ends the process
         if not finished:
             job.say(f"stopped   SIGTERM: saved after step {steps} in {job.checkpoints.folder}")
             job.close()
             return Outcome(np.nan, None, False)
-        heldout, baseline = job.evaluate(state.params)
-    versus = f"; order-2 byte Markov model on the same targets {baseline:.4f}" if baseline is not None else ""
-    job.say(f"held out  {heldout:.4f} nats a token{versus}")
-    continue_text(job, state.params)
+        heldout, baseline = job.evaluate(state.params) or (np.nan, None)
+        versus = f"; order-2 byte Markov model on the same targets {baseline:.4f}" if baseline is not None else ""
+        job.say(f"held out  {heldout:.4f} nats a token{versus}")
+        with contextlib.closing(job.metrics(steps)) as writer:
+            writer.write(steps, {"heldout_nats": heldout} | ({"markov_nats": baseline} if baseline is not None else {}))
+        continue_text(job, state.params)
     job.say(f"run       {job.folder}, {time.perf_counter() - began_s:.0f} s in all")
     job.close()
     return Outcome(heldout, baseline, True)
@@ -206,10 +245,12 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
     config, first = job.config, int(state.step)
     timer, compiled, finished = StepTimer(), None, True
     with (
-        contextlib.closing(MetricsWriter(job.folder, tensorboard=config.observe.tensorboard, resumed_step=first)) as writer,
+        contextlib.closing(job.metrics(first)) as writer,
         contextlib.closing(ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)) as bar,
         contextlib.closing(Profiler(job.folder, config.observe.profile_steps())) as profiler,
     ):
+        if first >= config.train.steps:
+            job.say(f"done      all train.steps={config.train.steps} steps are done; what follows is the evaluation")
         for step in range(first + 1, config.train.steps + 1):
             with timer.part("data"):
                 batches = job.next_batch()
@@ -221,7 +262,8 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             with timer.part("compute"):
                 state, out = compiled(state, batches)
                 values = {name: float(value) for name, value in out.scalars.items()}
-            profiler.after(step)
+            if trace := profiler.after(step):
+                job.say(f"profile   {trace}")
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:
@@ -234,10 +276,11 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
                     job.checkpoints.save(step, state, {"data": job.loader.state()})
             values |= timer.lap()
             values |= job.speed(values)
-            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
-                values["heldout_nats"] = job.evaluate(state.params)[0]
+            due = config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps
+            if evaluated := job.evaluate(state.params) if due else None:
+                values["heldout_nats"] = evaluated[0]
                 timer.lap()
-            if step % config.train.log_every == 0 or step == config.train.steps:
+            if step % config.train.log_every == 0 or step == config.train.steps or evaluated:
                 writer.write(step, values)
             bar.update(step, values)
             if job.stop.reached(step):
@@ -258,14 +301,11 @@ def continue_text(job: Run, params: dict) -> None:
     count = job.config.observe.sample_tokens
     if not count:
         return
-    host = multihost_utils.process_allgather(params, tiled=True) if jax.process_count() > 1 else jax.device_get(params)
-    if not job.main:
-        return
     window = min(job.config.data.seq_len, 256)
     with contextlib.closing(job.open("heldout")) as loader:
         prompt = next(loader).tokens_BL[0, : window // 4]
-    mesh = one_device_mesh()
-    with jax.set_mesh(mesh):
-        tokens = sample(job.model, jax.device_put(host, language_model.shardings(job.model, mesh)), prompt, num_tokens=count, window=window)
+    if jax.process_count() > 1:
+        prompt = multihost_utils.broadcast_one_to_all(prompt)
+    tokens = sample(job.model, params, prompt, num_tokens=count, window=window)
     job.say(f"sample    after {job.loader.tokenizer.decode(prompt[-60:])!r}:")
     job.say(job.loader.tokenizer.decode(tokens))

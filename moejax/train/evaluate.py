@@ -5,43 +5,71 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from moejax.config.model import ModelConfig
 from moejax.data.batch import Batch
 from moejax.model import language_model
+from moejax.model.context import Switches
+from moejax.parallel.processes import agree
+from moejax.train.placement import place_batch
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def eval_step(config: ModelConfig, params: dict, batches):
-    """Sum of negative log-likelihoods in nats and sum of weights over a [1, B, L] batch."""
-    batch = jax.tree.map(lambda array: array[0], batches)
-    sums = language_model.cross_entropy_sums(language_model.forward(config, params, batch), batch)
-    return sums.nll_sum, sums.weight_sum
+@functools.partial(jax.jit, static_argnames=("config", "index", "chunk_tokens"))
+def eval_step(params: dict, batches, *, config: ModelConfig, index: str = "none", chunk_tokens: int = 1024):
+    """Sum of negative log-likelihoods in nats and sum of weights over [A, B, L] batches, one microbatch after the other.
+
+    Args:
+      index: "dense" while sparse attention is still dense (the indexer's warm-up).
+      chunk_tokens: tokens whose logits a device holds at once.
+    """
+    switches = Switches(index="dense" if index == "dense" else "none")
+
+    def add(sums, batch):
+        output = language_model.forward(config, params, batch, switches)
+        parts = language_model.cross_entropy_sums(output, batch, chunk_tokens=chunk_tokens)
+        return (sums[0] + parts.nll_sum, sums[1] + parts.weight_sum), None
+
+    first = jax.tree.map(lambda array: array[0], batches)
+    like = jax.eval_shape(lambda batch: add((0.0, 0.0), batch)[0], first)
+    return jax.lax.scan(add, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), like), batches)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+def _draw(params: dict, batches, last, key, *, config: ModelConfig, temperature: float):
+    """The token after position `last` of the first row, the same on all devices."""
+    logits_BLV = language_model.logits(config, params, jax.tree.map(lambda array: array[0], batches))
+    logits_V = jax.lax.with_sharding_constraint(jax.lax.dynamic_index_in_dim(logits_BLV, last, 1, keepdims=False), P())[0]
+    return jax.random.categorical(key, logits_V / temperature)
 
 
 def sample(
     config: ModelConfig, params: dict, prompt, *, num_tokens: int, window: int, seed: int = 0, temperature: float = 0.8
 ) -> np.ndarray:
-    """Tokens drawn one by one after a prompt; the whole window is computed anew for each.
+    """Tokens drawn one by one after a prompt, on the whole mesh; the window is computed anew for each, in one row per token shard.
+
+    All processes call it together, with the mesh set by jax.set_mesh.
 
     Args:
-      params: weights on the mesh that jax.set_mesh has set; one row is computed, so the mesh must have one device.
+      params: weights where training has them.
       prompt: integers [P], P < window.
       window: tokens the model sees; older ones are left out.
 
     Returns:
       int32 [num_tokens].
     """
-
-    @jax.jit
-    def draw(params, batch, last, key):
-        logits_BLV = language_model.logits(config, params, batch)
-        return jax.random.categorical(key, logits_BLV[0, last] / temperature)
-
+    mesh = jax.sharding.get_mesh()
+    rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"] // jax.process_count()
     tokens = list(np.asarray(prompt)[-(window - 1) :])
+    compiled = None
     for key in jax.random.split(jax.random.key(seed), num_tokens):
         seen = tokens[-window:]
-        row_1L, ids_1L = np.zeros((1, window), np.int32), np.full((1, window), -1, np.int32)
-        row_1L[0, : len(seen)], ids_1L[0, : len(seen)] = seen, 0
-        tokens.append(int(draw(params, Batch.build(row_1L, ids_1L), jnp.int32(len(seen) - 1), key)))
+        row_L, ids_L = np.zeros(window, np.int32), np.full(window, -1, np.int32)
+        row_L[: len(seen)], ids_L[: len(seen)] = seen, 0
+        batch = Batch.build(np.tile(row_L, (rows, 1)), np.tile(ids_L, (rows, 1)))
+        args = params, place_batch(batch, mesh, accumulation=1), jnp.int32(len(seen) - 1), key
+        if compiled is None:
+            compiled = _draw.lower(*args, config=config, temperature=temperature).compile()
+            agree("sampling", f"{num_tokens} tokens")
+        tokens.append(int(compiled(*args)))
     return np.array(tokens[-num_tokens:], np.int32)

@@ -55,7 +55,10 @@ def _whole_load(run, params, batches):
     """Rows per expert of the whole global batch, by routing every microbatch once without gradients."""
 
     def load_of(batch):
-        return jax.tree.map(lambda report: report["load_E"], run(params, batch)[1].layers, is_leaf=lambda node: "load_E" in node)
+        layers = run(params, batch)[1].layers
+        return {
+            section: {place: layer["load_E"] for place, layer in places.items() if "load_E" in layer} for section, places in layers.items()
+        }
 
     first = jax.tree.map(lambda array: array[0], batches)
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(load_of, first))

@@ -12,7 +12,7 @@ import pytest
 
 from moejax.config.errors import ConfigError
 from moejax.config.mesh import ProcessConfig
-from moejax.parallel import processes
+from moejax.parallel import processes, watch
 from moejax.parallel.watch import EXIT_LOST
 
 TIMEOUT_S = 10
@@ -109,6 +109,8 @@ def take_part(mode, victim, port, process_id):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and mode == "fail" and process_id == victim:
             raise KeyError("a bad record")
+        if step == 3 and mode == "refuse" and process_id == victim:
+            watch.report(ConfigError("data.sources.0.path is not there"))
         total = multihost_utils.process_allgather(np.full(3, process_id)).sum()
     sys.stdout.write(f"sum {total}\n")
 
@@ -193,6 +195,13 @@ def test_a_process_that_fails_is_named_with_its_error():
     assert codes == [EXIT_LOST, 1], outputs[0][1][-2000:]
     assert seconds <= TIMEOUT_S
     assert f"moejax: process 1 of 2 (host {socket.gethostname()}" in outputs[0][1] and "failed: KeyError: 'a bad record'" in outputs[0][1]
+
+
+def test_a_process_that_refuses_its_config_is_named_with_what_it_says():
+    codes, seconds, outputs = start_pair("refuse", 1)
+    assert codes == [EXIT_LOST, 1], outputs[0][1][-2000:]
+    assert seconds <= TIMEOUT_S
+    assert "failed: ConfigError: data.sources.0.path is not there" in outputs[0][1]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def run_one(config, *flags):
 
 
 def curve(folder, name="loss_nats"):
-    return [line[name] for line in metrics.read(folder / "runs" / "smallest")]
+    return [line[name] for line in metrics.read(folder / "runs" / "smallest") if name in line]
 
 
 def heldout(out):

@@ -46,8 +46,9 @@ def test_the_run_folder_holds_config_versions_git_state_and_metrics(trained):
     assert config["model"]["moe"]["num_experts"] == 4 and config["mesh"]["fsdp"] == 2  # resolved: -1 is gone
     assert versions["devices"] == {"kind": "cpu", "count": 8, "processes": 1} and versions["packages"]["jax"]
     assert "commit" in git
-    lines = metrics.read(folder)
+    *lines, last = metrics.read(folder)
     assert [line["step"] for line in lines] == list(range(1, 41))
+    assert last["step"] == 40 and last["heldout_nats"] < last["markov_nats"]
     assert lines[-1]["loss_nats"] < lines[0]["loss_nats"]
     for name in (
         "tokens_per_s",

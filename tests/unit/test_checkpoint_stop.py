@@ -18,6 +18,14 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """
 
+BUSY_RUN = """
+import hashlib, os, signal, threading
+from moejax.checkpoint.stop import StopSignal
+stop = StopSignal(timeout_s=0.5)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
 
 def test_sigterm_becomes_a_flag_and_gets_its_meaning_back():
     before = signal.getsignal(signal.SIGTERM)
@@ -29,9 +37,10 @@ def test_sigterm_becomes_a_flag_and_gets_its_meaning_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_run_that_cannot_save_in_time_ends_and_says_so():
+@pytest.mark.parametrize("program", [SLOW_RUN, BUSY_RUN], ids=["in Python", "in C, where no handler of Python runs"])
+def test_a_run_that_cannot_save_in_time_ends_and_says_so(program):
     began_s = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", SLOW_RUN], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert ended.returncode == EXIT_TERM_TIMEOUT
     assert "has not saved yet (checkpoint.term_timeout_s)" in ended.stderr
     assert time.monotonic() - began_s < 40

@@ -46,7 +46,7 @@ def test_a_program_that_gathers_as_asked_passes(capfd):
 
 def test_a_check_that_would_see_nothing_is_refused(monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-    with pytest.raises(RuntimeError, match="TF_CPP_MIN_LOG_LEVEL=3 hides XLA's warnings"), refuse_replication():
+    with pytest.raises(ReplicationError, match="TF_CPP_MIN_LOG_LEVEL=3 hides XLA's warnings"), refuse_replication():
         pass
 
 
