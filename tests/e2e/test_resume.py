@@ -11,6 +11,7 @@ import pytest
 import tiny
 from rich.console import Console
 
+from moejax.checkpoint.layout import LayoutError
 from moejax.checkpoint.store import MissingCheckpointError
 from moejax.config.load import load_config
 from moejax.observe import metrics
@@ -22,7 +23,7 @@ def train(config, folder, **changes):
     config = dataclasses.replace(config, out_dir=str(folder), train=dataclasses.replace(config.train, **changes))
     text = io.StringIO()
     run(config, Console(file=text, width=200))
-    return text.getvalue(), final(folder / config.name), [line["loss_nats"] for line in metrics.read(folder / config.name)]
+    return text.getvalue(), final(folder / config.name), [line["loss_nats"] for line in metrics.read(folder / config.name) if "loss_nats" in line]
 
 
 def final(run_folder):
@@ -54,6 +55,11 @@ def test_4_and_4_steps_are_8_steps_bit_for_bit(config, tmp_path):
     assert len(got) == len(want) > 30
     for path in want:
         np.testing.assert_array_equal(got[path], want[path], err_msg=path)
+    record = tmp_path / "halves" / config.name / "config.json"
+    before = record.read_text()
+    with pytest.raises(LayoutError, match="another layout"):
+        train(dataclasses.replace(config, model=dataclasses.replace(config.model, width=32)), tmp_path / "halves", steps=8)
+    assert record.read_text() == before  # a start that is refused leaves the record of the run
 
 
 def test_a_checkpoint_named_that_is_not_there_is_fatal(config, tmp_path):
@@ -77,7 +83,7 @@ def test_8_then_4_then_1_devices_are_8_devices_up_to_rounding(tmp_path):
             assert code in (0, 1), out + err
         finals[name], losses[name] = (
             final(folder / "runs" / "smallest"),
-            [line["loss_nats"] for line in metrics.read(folder / "runs" / "smallest")],
+            [line["loss_nats"] for line in metrics.read(folder / "runs" / "smallest") if "loss_nats" in line],
         )
     np.testing.assert_allclose(losses["fewer"], losses["whole"], rtol=1e-6)
     for path, want in finals["whole"].items():
