@@ -136,12 +136,12 @@ def _check_indexer(config: RunConfig) -> None:
     ]
     rate = lambda path: next((scale for pattern, scale in groups if pattern.search(path)), 1.0)
     moved = [path for path in indexer_paths(config.model) if wanted.search(path) and rate(path) > 0]
-    if moved and config.losses.index == "none":
-        pool = config.model.indexer.pool
+    losses, pool = config.losses, config.model.indexer.pool
+    if moved and (losses.index == "none" or losses.index_coef == 0):
         loss = "set losses.index='sparse' or 'dense', or" if pool == 1 else f"no index loss is built for model.indexer.pool={pool}, so"
         raise ConfigError(
-            f"losses.index='none', but {moved[0]} is not frozen: only its own loss teaches an indexer, without it weight decay alone would "
-            f"move it; {loss} freeze it, e.g. with train.train_only='^(?!.*indexer)'."
+            f"losses.index={losses.index!r} with losses.index_coef={losses.index_coef}, but {moved[0]} is not frozen: only its own loss "
+            f"teaches an indexer, without it weight decay alone would move it; {loss} freeze it, e.g. with train.train_only='^(?!.*indexer)'."
         )
 
 

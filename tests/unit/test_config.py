@@ -212,6 +212,11 @@ UNRESOLVED = [
         8,
         ["losses.index='none'", "no index loss is built for model.indexer.pool=4", "freeze it", "train.train_only"],
     ),
+    (
+        RunConfig(name="a", model=DSA, losses=LossConfig(index="sparse", index_coef=0.0)),
+        8,
+        ["losses.index='sparse'", "losses.index_coef=0.0", "freeze it"],
+    ),
     (RunConfig(name="a", model=DSA, train=TrainConfig(train_only="(")), 8, ["train.train_only='('", "regular expression"]),
 ]
 FREE, OFF = GroupConfig(pattern="indexer"), GroupConfig(pattern="mixer", lr_scale=0)
