@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moejax.config.errors import require
+from moejax.config.errors import refuse_unused, require, require_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,10 @@ class SourceConfig:
             (self.kind == "stdlib") == (not self.path),
             f"data.sources: kind={self.kind!r} with path={self.path!r}; stdlib takes no path, the others need one.",
         )
-        require(self.weight > 0, f"data.sources: weight={self.weight} must be > 0.")
+        require_ranges("data.sources", self, weight="> 0")
+        refuse_unused(
+            "data.sources", self, "field", unless=self.kind in ("jsonl", "parquet"), why=f"kind={self.kind!r} has no records with fields"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,5 @@ class DataConfig:
 
     def __post_init__(self):
         require(bool(self.sources), "data.sources is empty; give at least one source.")
-        require(self.seq_len >= 2, f"data.seq_len={self.seq_len} must be at least 2.")
-        require(self.batch_size >= 1, f"data.batch_size={self.batch_size} must be at least 1.")
-        require(self.pack_rows >= 1, f"data.pack_rows={self.pack_rows} must be at least 1.")
+        require_ranges("data", self, seq_len=">= 2", batch_size=">= 1", pack_rows=">= 1")
         require(1 <= self.heldout_percent <= 50, f"data.heldout_percent={self.heldout_percent} must lie between 1 and 50.")

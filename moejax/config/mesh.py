@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moejax.config.errors import ConfigError, require
+from moejax.config.errors import ConfigError, require, require_ranges
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BUILT = ("data", "fsdp", "expert")
@@ -33,7 +33,7 @@ class MeshConfig:
             require(size == -1 or size >= 1, f"mesh.{axis}={size} must be at least 1, or -1 for what is left.")
             if axis not in BUILT and size != 1:
                 raise ConfigError(f"mesh.{axis}={size}: this axis is not built yet, only 1 fits. Built are {', '.join(BUILT)}.")
-        require(self.simulate_devices >= 0, f"mesh.simulate_devices={self.simulate_devices} must be >= 0.")
+        require_ranges("mesh", self, simulate_devices=">= 0")
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """The same mesh with every size known; raises ConfigError if it does not fit `num_devices`."""
@@ -86,4 +86,4 @@ class ProcessConfig:
             self.process_id < max(self.num_processes, 1),
             f"processes.process_id={self.process_id} must be below processes.num_processes={self.num_processes}.",
         )
-        require(self.timeout_s >= 10, f"processes.timeout_s={self.timeout_s} must be at least 10.")
+        require_ranges("processes", self, timeout_s=">= 10")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moejax.config.errors import require
+from moejax.config.errors import refuse_unused, require, require_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,20 @@ class RopeConfig:
     """YaRN: factor of the logarithmic correction of the attention scale (0: none)."""
 
     def __post_init__(self):
-        require(self.theta > 0, f"rope.theta={self.theta} must be > 0.")
-        require(self.yarn_factor >= 1, f"rope.yarn_factor={self.yarn_factor} must be >= 1 (1: no YaRN).")
+        require_ranges(
+            "rope",
+            self,
+            theta="> 0",
+            yarn_factor=">= 1 (1: no YaRN)",
+            yarn_original_length=">= 1",
+            yarn_beta_fast="> 0",
+            yarn_beta_slow="> 0",
+            yarn_mscale=">= 0",
+            yarn_mscale_all_dim=">= 0",
+        )
+        refuse_unused("rope", self, "theta", "yarn_factor", unless=self.kind != "none", why="kind='none' rotates nothing")
+        yarn = ("yarn_original_length", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+        refuse_unused("rope", self, *yarn, unless=self.yarn_factor > 1, why="yarn_factor=1 switches YaRN off")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +68,20 @@ class GQAConfig:
     """Rotation of q and k."""
 
     def __post_init__(self):
+        require_ranges("gqa", self, num_heads=">= 1", num_kv_heads=">= 1", head_dim=">= 1", window=">= 0 (0: no window)")
         require(
-            self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
+            self.num_heads % self.num_kv_heads == 0,
             f"gqa.num_kv_heads={self.num_kv_heads} must divide gqa.num_heads={self.num_heads}.",
         )
         require(
             0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
             f"gqa.rotary_dim={self.rotary_dim} must be even and at most gqa.head_dim={self.head_dim}.",
+        )
+        refuse_unused("gqa", self, "rotary_dim", unless=self.rope.kind != "none", why="gqa.rope.kind='none' rotates nothing")
+        require(
+            self.rope.kind == "none" or self.rotary_dim > 0 or self.head_dim % 2 == 0,
+            f"gqa.head_dim={self.head_dim} is odd, and a rotation turns pairs of channels; an even one fits, or an even gqa.rotary_dim below "
+            "it, or gqa.rope.kind='none'.",
         )
 
 
@@ -89,6 +108,30 @@ class MLAConfig:
     rope: RopeConfig = RopeConfig(kind="interleaved")
     """Rotation of the rope_dim channels."""
 
+    def __post_init__(self):
+        require_ranges(
+            "mla",
+            self,
+            num_heads=">= 1",
+            q_lora_rank=">= 0 (0: one full projection)",
+            kv_lora_rank=">= 1",
+            nope_dim=">= 0",
+            rope_dim=">= 0",
+            value_dim=">= 1",
+            latent_norm_eps="> 0",
+        )
+        require(
+            self.nope_dim + self.rope_dim > 0,
+            f"mla.nope_dim={self.nope_dim} and mla.rope_dim={self.rope_dim} leave no channel; one of them must be at least 1.",
+        )
+        require(
+            self.rope.kind == "none" or self.rope_dim % 2 == 0,
+            f"mla.rope_dim={self.rope_dim} is odd, and a rotation turns pairs of channels; an even one fits, or mla.rope.kind='none'.",
+        )
+        refuse_unused(
+            "mla", self, "rope", unless=self.rope_dim > 0 or self.rope.kind == "none", why="mla.rope_dim=0 has no channel to rotate"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class IndexerConfig:
@@ -110,11 +153,18 @@ class IndexerConfig:
     """Rotation of the index channels (frequencies follow this, not the base's)."""
 
     def __post_init__(self):
-        require(self.pool >= 1 and self.topk % self.pool == 0, f"indexer.pool={self.pool} must divide indexer.topk={self.topk}.")
+        require_ranges("indexer", self, num_heads=">= 1", head_dim=">= 1", topk=">= 1", pool=">= 1 (1: plain indexer)")
+        require(self.topk % self.pool == 0, f"indexer.pool={self.pool} must divide indexer.topk={self.topk}.")
         require(
             0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
             f"indexer.rotary_dim={self.rotary_dim} must be even and at most indexer.head_dim={self.head_dim}.",
         )
+        rotates = self.rotary_dim > 0
+        require(
+            not rotates or self.rope.kind != "none",
+            f"indexer.rotary_dim={self.rotary_dim} would be ignored: indexer.rope.kind='none' rotates nothing. 0 fits, or another kind.",
+        )
+        refuse_unused("indexer", self, "rope", unless=rotates or self.rope.kind == "none", why="indexer.rotary_dim=0 rotates nothing")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +181,9 @@ class GDNConfig:
     """Value channels per head (M)."""
 
     def __post_init__(self):
+        require_ranges("gdn", self, num_key_heads=">= 1", num_heads=">= 1", key_dim=">= 1", value_dim=">= 1")
         require(
-            self.num_key_heads > 0 and self.num_heads % self.num_key_heads == 0,
+            self.num_heads % self.num_key_heads == 0,
             f"gdn.num_key_heads={self.num_key_heads} must divide gdn.num_heads={self.num_heads}.",
         )
 
@@ -157,6 +208,8 @@ class KDAConfig:
     """Output gate by one full projection instead of one of rank value_dim."""
 
     def __post_init__(self):
+        require_ranges("kda", self, num_heads=">= 1", num_key_heads=">= 0 (0: as many as num_heads)", key_dim=">= 1", value_dim=">= 1")
+        refuse_unused("kda", self, "lower_bound", unless=self.decay == "bounded", why=f"kda.decay={self.decay!r} has no bound")
         require(-5 <= self.lower_bound < 0, f"kda.lower_bound={self.lower_bound} must lie in [-5, 0): the chunked form relies on it.")
         require(
             self.num_heads % (self.num_key_heads or self.num_heads) == 0,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moejax.config.errors import ConfigError, require
+from moejax.config.errors import ConfigError, refuse_unused, require, require_ranges
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
 
 MIXERS = ("gqa", "mla", "dsa", "dsa_shared", "gdn", "kda")
@@ -23,6 +23,12 @@ class ActivationConfig:
     """`situ`: the gate becomes beta * tanh(gate / beta) * sigmoid(gate)."""
     linear_beta: float = 25.0
     """`situ`: the linear part becomes linear_beta * tanh(up / linear_beta); 0: stays as it is."""
+
+    def __post_init__(self):
+        require_ranges("activation", self, limit="> 0", beta="> 0", linear_beta=">= 0 (0: stays as it is)")
+        why = f"activation.kind is {self.kind!r}"
+        refuse_unused("activation", self, "limit", unless=self.kind == "swiglu_clamped", why=why)
+        refuse_unused("activation", self, "beta", "linear_beta", unless=self.kind == "situ", why=why)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +79,21 @@ class MoEConfig:
     """The choice of experts."""
 
     def __post_init__(self):
+        require_ranges(
+            "moe",
+            self,
+            num_experts=">= 1",
+            hidden=">= 1",
+            shared_hidden=">= 0 (0: no shared expert)",
+            latent_width=">= 0 (0: the model's width)",
+            capacity_factor=">= 0 (0: dropless)",
+        )
+        refuse_unused("moe", self, "shared_gate", unless=self.shared_hidden > 0, why="moe.shared_hidden=0, there is no shared expert")
+        refuse_unused("moe", self, "latent_norm", unless=self.latent_width > 0, why="moe.latent_width=0, there is no latent")
         require(
             0 < self.experts_per_token <= self.num_experts,
             f"moe.experts_per_token={self.experts_per_token} must lie between 1 and moe.num_experts={self.num_experts}.",
         )
-        require(self.capacity_factor >= 0, f"moe.capacity_factor={self.capacity_factor} must be 0 (dropless) or positive.")
         groups = self.router.num_groups
         require(self.num_experts % groups == 0, f"moe.router.num_groups={groups} must divide moe.num_experts={self.num_experts}.")
         open_experts = self.num_experts // groups * self.router.groups_kept
@@ -105,11 +121,10 @@ class ResidualConfig:
     """`block_attnres`: layers per block."""
 
     def __post_init__(self):
-        require(self.block_size >= 1, f"residual.block_size={self.block_size} must be >= 1.")
-        require(
-            self.num_streams >= 1 and self.sinkhorn_iters >= 1,
-            f"residual.num_streams={self.num_streams} and residual.sinkhorn_iters={self.sinkhorn_iters} must be >= 1.",
-        )
+        require_ranges("residual", self, num_streams=">= 1", sinkhorn_iters=">= 1", mhc_eps="> 0", block_size=">= 1")
+        why = f"residual.kind is {self.kind!r}"
+        refuse_unused("residual", self, "num_streams", "sinkhorn_iters", "mhc_eps", unless=self.kind == "mhc", why=why)
+        refuse_unused("residual", self, "block_size", unless=self.kind == "block_attnres", why=why)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +132,16 @@ class PrecisionConfig:
     """The precision contract; docs/model.md says what is float32 inside."""
 
     params: Dtype = "float32"
-    """Master weights, gradients and optimizer moments. Gradients are summed over devices and microbatches in it."""
+    """Master weights, gradients and optimizer moments, at least as wide as compute. Gradients are summed over devices and microbatches in it."""
     compute: Dtype = "bfloat16"
     """Activations and matmul inputs. Products accumulate in float32; router, gates, state, softmax, norms and loss are float32 (float64 if this is)."""
+
+    def __post_init__(self):
+        sizes = {"bfloat16": 2, "float32": 4, "float64": 8}
+        require(
+            sizes.get(self.params, 8) >= sizes.get(self.compute, 2),
+            f"precision.params={self.params!r} is narrower than precision.compute={self.compute!r}; params={self.compute!r} fits.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +190,9 @@ class ModelConfig:
     """Dtypes of weights and activations."""
 
     def __post_init__(self):
+        require_ranges(
+            "model", self, vocab_size=">= 1", width=">= 1", num_layers=">= 1", dense_hidden=">= 1", norm_eps="> 0", init_std=">= 0"
+        )
         for field, names, legal in (("mixers", self.mixers, MIXERS), ("feed_forwards", self.feed_forwards, FEED_FORWARDS)):
             unknown = [name for name in names if name not in legal]
             require(bool(names) and not unknown, f"model.{field}={names} has {unknown or 'no entry'}; legal are {', '.join(legal)}.")
@@ -187,6 +212,12 @@ class ModelConfig:
 
     def _refuse_unused(self, used: set[str]) -> None:
         sparse = bool(used & {"dsa", "dsa_shared"})
+        if sparse and self.indexer.base == "gqa":
+            why = "a sparse layer over model.indexer.base='gqa' attends to the keys that its indexer chose, and to no window or sink"
+            for name in ("window", "sinks"):
+                value = getattr(self.gqa, name)
+                require(not value, f"model.gqa.{name}={value}: {why}. Leave it out, or set model.indexer.base='mla'.")
+        refuse_unused("model", self, "dense_hidden", unless="dense" in used, why="no layer is dense")
         needed = {
             "gqa": "gqa" in used or (sparse and self.indexer.base == "gqa"),
             "mla": "mla" in used or (sparse and self.indexer.base == "mla"),

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.config.data import DataConfig
-from moejax.config.errors import require
+from moejax.config.errors import ConfigError, regular_expression, require
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
@@ -36,6 +36,9 @@ class RunConfig:
     observe: ObserveConfig = ObserveConfig()
     """What is measured."""
 
+    def __post_init__(self):
+        require(bool(str(self.name).strip()), f"name={self.name!r} is empty, and the run's folder is out_dir/name; any other name fits.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -59,10 +62,10 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     """Checks what ties the parts together, and returns a plan without an open size.
 
     Raises:
-      ConfigError: a size does not divide, or the mesh does not fit `num_devices`.
+      ConfigError: a size does not divide, the mesh does not fit `num_devices`, or a loss and the layers do not fit each other.
     """
-    mesh = config.mesh.resolve(num_devices)
-    batch, accumulation = config.data.batch_size, config.train.accumulation
+    mesh, data, model = config.mesh.resolve(num_devices), config.data, config.model
+    batch, accumulation = data.batch_size, config.train.accumulation
     require(batch % accumulation == 0, f"train.accumulation={accumulation} must divide data.batch_size={batch}.")
     shards = mesh.data * mesh.fsdp * mesh.expert
     rows = batch // accumulation
@@ -71,9 +74,21 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         f"data.batch_size={batch} in train.accumulation={accumulation} microbatches gives {rows} rows, which the {shards} token shards "
         f"(mesh.data={mesh.data} x mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert}) do not divide; a multiple of {shards * accumulation} fits.",
     )
-    kinds = config.model.layers()
-    moe = config.model.moe
-    if any(kind.feed_forward == "moe" for kind in kinds):
+    require(
+        data.tokenizer != "bytes" or model.vocab_size >= 256,
+        f"model.vocab_size={model.vocab_size} is too small for data.tokenizer='bytes'; at least 256 fits.",
+    )
+    _check_shards(model, mesh)
+    _check_losses(model, config.losses)
+    _check_indexer(config)
+    return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
+
+
+def _check_shards(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Every dim of a weight that mesh axes split must divide: experts over `expert`, the width of dense weights over `fsdp` and `expert`,
+    that of expert weights over `fsdp`. Nothing else is split (`parallel/axes.py`)."""
+    moe, has_moe = model.moe, _has_moe(model)
+    if has_moe:
         fits = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
         require(
             moe.num_experts % mesh.expert == 0,
@@ -81,9 +96,20 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         )
     else:
         require(mesh.expert == 1, f"mesh.expert={mesh.expert}, but the model has no moe layer; use mesh.fsdp.")
-    losses = config.losses
-    has_moe = any(kind.feed_forward == "moe" for kind in kinds)
+    splits = [("model.width", model.width, mesh.fsdp * mesh.expert, f"mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert} = ")]
+    if has_moe and moe.latent_width:
+        splits.append(("model.moe.latent_width", moe.latent_width, mesh.fsdp, "mesh.fsdp="))
+    for name, size, shards, axes in splits:
+        below = size // shards * shards
+        fit = f"{below} or {below + shards}" if below else f"{shards}"
+        require(size % shards == 0, f"{name}={size} is split over {axes}{shards} devices, which do not divide it; {fit} would fit.")
+
+
+def _check_losses(model: ModelConfig, losses: LossConfig) -> None:
+    losses.check_coefficients()
+    moe, has_moe = model.moe, _has_moe(model)
     require(losses.balance == "none" or has_moe, f"losses.balance={losses.balance!r}, but the model has no moe layer.")
+    require(losses.router_z_coef == 0 or has_moe, f"losses.router_z_coef={losses.router_z_coef}, but the model has no moe layer; 0 fits.")
     require(
         losses.bias_update == "none" or (has_moe and moe.router.correction_bias),
         f"losses.bias_update={losses.bias_update!r} needs model.moe.router.correction_bias=True and a moe layer.",
@@ -93,16 +119,39 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         f"losses.bias_update='quantile' is exact for one group of experts only, model.moe.router.num_groups={moe.router.num_groups}; use 'sign'.",
     )
     require(
-        losses.index == "none" or config.model.indexer.pool == 1,
-        f"losses.index={losses.index!r} is not built for pooled index keys (model.indexer.pool={config.model.indexer.pool}); 1 fits.",
+        losses.index == "none" or model.indexer.pool == 1,
+        f"losses.index={losses.index!r} is not built for pooled index keys (model.indexer.pool={model.indexer.pool}); 1 fits.",
     )
     require(
-        losses.index == "none" or any(kind.mixer == "dsa" for kind in kinds),
+        losses.index == "none" or any(kind.mixer == "dsa" for kind in model.layers()),
         f"losses.index={losses.index!r}, but the model has no dsa layer.",
     )
-    require(
-        config.data.tokenizer != "bytes" or config.model.vocab_size >= 256,
-        f"model.vocab_size={config.model.vocab_size} is too small for data.tokenizer='bytes'; at least 256 fits.",
-    )
-    config = dataclasses.replace(config, mesh=mesh)
-    return Plan(config=config, layers=layer_plan(config.model), rows_per_device=rows // shards)
+
+
+def _check_indexer(config: RunConfig) -> None:
+    """An indexer that no loss reaches must be frozen: weight decay alone would move it."""
+    wanted = regular_expression("train.train_only", config.train.train_only)
+    groups = [
+        (regular_expression(f"optim.groups[{i}].pattern", group.pattern), group.lr_scale) for i, group in enumerate(config.optim.groups)
+    ]
+    rate = lambda path: next((scale for pattern, scale in groups if pattern.search(path)), 1.0)
+    moved = [path for path in indexer_paths(config.model) if wanted.search(path) and rate(path) > 0]
+    losses, pool = config.losses, config.model.indexer.pool
+    if moved and (losses.index == "none" or losses.index_coef == 0):
+        loss = "set losses.index='sparse' or 'dense', or" if pool == 1 else f"no index loss is built for model.indexer.pool={pool}, so"
+        raise ConfigError(
+            f"losses.index={losses.index!r} with losses.index_coef={losses.index_coef}, but {moved[0]} is not frozen: only its own loss "
+            f"teaches an indexer, without it weight decay alone would move it; {loss} freeze it, e.g. with train.train_only='^(?!.*indexer)'."
+        )
+
+
+def indexer_paths(model: ModelConfig) -> list[str]:
+    """Paths of all weights of indexers, as the parameter tree has them."""
+    names = ("q_RJC", "k_DC", "k_norm_scale_C", "k_norm_bias_C", "weight_DJ")
+    names += ("pool_gate_DC", "pool_bias_PC") if model.indexer.pool > 1 else ()
+    places = [layer_plan(model).place(layer)[:2] for layer, kind in enumerate(model.layers()) if kind.mixer == "dsa"]
+    return [f"{section}/{place}/mixer/indexer/{name}" for section, place in dict.fromkeys(places) for name in names]
+
+
+def _has_moe(model: ModelConfig) -> bool:
+    return any(kind.feed_forward == "moe" for kind in model.layers())

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moejax.config.errors import require
+from moejax.config.errors import refuse_unused, require, require_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,11 @@ class GroupConfig:
     """Weight decay of the group; -1: optim.weight_decay (and none on gates, biases and norms)."""
 
     def __post_init__(self):
-        require(self.lr_scale >= 0, f"optim.groups: lr_scale={self.lr_scale} must be >= 0.")
+        require_ranges("optim.groups", self, lr_scale=">= 0 (0: frozen)")
+        require(
+            self.weight_decay >= 0 or self.weight_decay == -1,
+            f"optim.groups: weight_decay={self.weight_decay} must be at least 0, or -1 for optim.weight_decay.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +42,7 @@ class OptimConfig:
     eps: float = 1e-8
     """AdamW: epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay on matrices; gates, biases, norms and decays have none."""
+    """Decoupled weight decay on matrices, >= 0; biases, norms and the projections that make gates and decays have none."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients; 0: no clipping."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -53,14 +57,26 @@ class OptimConfig:
     """Exceptions."""
 
     def __post_init__(self):
-        require(
-            self.learning_rate >= 0 and self.muon_learning_rate >= 0,
-            f"optim.learning_rate={self.learning_rate} and muon_learning_rate={self.muon_learning_rate} must be >= 0.",
+        require_ranges(
+            "optim",
+            self,
+            learning_rate=">= 0",
+            muon_learning_rate=">= 0",
+            eps="> 0",
+            weight_decay=">= 0",
+            clip_norm=">= 0 (0: no clipping)",
+            warmup_steps=">= 0",
         )
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, f"optim.beta1={self.beta1} and beta2={self.beta2} must lie in [0, 1).")
-        require(self.clip_norm >= 0, f"optim.clip_norm={self.clip_norm} must be >= 0 (0: no clipping).")
         require(0 < self.decay_fraction <= 1, f"optim.decay_fraction={self.decay_fraction} must lie in (0, 1].")
         require(0 <= self.final_fraction <= 1, f"optim.final_fraction={self.final_fraction} must lie in [0, 1].")
+        for unless, why, names in (
+            (self.kind == "muon", f"optim.kind is {self.kind!r}", ("muon_learning_rate",)),
+            (self.kind != "sgd", "optim.kind is 'sgd'", ("beta1", "beta2", "eps")),
+            (self.schedule == "wsd", f"optim.schedule is {self.schedule!r}", ("decay_fraction",)),
+            (self.schedule != "constant", "optim.schedule is 'constant'", ("final_fraction",)),
+        ):
+            refuse_unused("optim", self, *names, unless=unless, why=why)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +103,14 @@ class LossConfig:
     """Coefficient of the indexer's loss, summed over layers."""
 
     def __post_init__(self):
-        require(self.chunk_tokens >= 1, f"losses.chunk_tokens={self.chunk_tokens} must be at least 1.")
+        require_ranges("losses", self, chunk_tokens=">= 1")
+
+    def check_coefficients(self) -> None:
+        """Refuses negative coefficients, and those of losses that are not there. Not done when made: coefficients may be traced arrays."""
+        require_ranges("losses", self, z_coef=">= 0", balance_coef=">= 0", router_z_coef=">= 0", bias_rate=">= 0", index_coef=">= 0")
+        refuse_unused("losses", self, "balance_coef", unless=self.balance != "none", why="losses.balance is 'none'")
+        refuse_unused("losses", self, "bias_rate", unless=self.bias_update == "sign", why=f"losses.bias_update is {self.bias_update!r}")
+        refuse_unused("losses", self, "index_coef", unless=self.index != "none", why="losses.index is 'none'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +126,7 @@ class TrainConfig:
     remat: Literal["none", "layer"] = "none"
     """`layer`: recompute each layer's inside in the backward pass, keeping its input and its routing."""
     train_only: str = ""
-    """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`."""
+    """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only."""
     eval_batches: int = 8
@@ -118,9 +141,16 @@ class TrainConfig:
     """Non-finite steps in a row after which the run gives up; each is skipped and counted."""
 
     def __post_init__(self):
-        require(self.steps >= 1, f"train.steps={self.steps} must be at least 1.")
-        require(self.accumulation >= 1, f"train.accumulation={self.accumulation} must be at least 1.")
-        require(self.log_every >= 1, f"train.log_every={self.log_every} must be at least 1.")
+        require_ranges(
+            "train",
+            self,
+            steps=">= 1",
+            accumulation=">= 1",
+            eval_every=">= 0 (0: at the end only)",
+            eval_batches=">= 1",
+            log_every=">= 1",
+            max_skipped=">= 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +167,7 @@ class CheckpointConfig:
     """Seconds within which SIGTERM has saved and ended the run."""
 
     def __post_init__(self):
-        require(self.every >= 0, f"checkpoint.every={self.every} must be >= 0.")
-        require(self.keep >= 1, f"checkpoint.keep={self.keep} must be at least 1.")
+        require_ranges("checkpoint", self, every=">= 0 (0: at the end and on SIGTERM)", keep=">= 1", term_timeout_s="> 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,4 +197,5 @@ class ObserveConfig:
         return int(first), int(last)
 
     def __post_init__(self):
+        require_ranges("observe", self, sample_tokens=">= 0 (0: none)", peak_tflops=">= 0 (0: by the GPU's name)")
         self.profile_steps()

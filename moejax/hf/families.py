@@ -44,7 +44,7 @@ def rope_config(fields: Fields, kind: Any) -> RopeConfig:
     scaling = fields.inside("rope_scaling", "rope_parameters")
     theta = float(scaling("rope_theta", default=fields("rope_theta", default=10_000.0)))
     form = scaling("rope_type", "type", default="default")
-    if form == "default":
+    if form == "default" or (form == "yarn" and float(scaling("factor")) == 1):
         return RopeConfig(kind=kind, theta=theta)
     if form != "yarn":
         raise CheckpointError(f"{fields.source}: rope_type={form!r} is not supported; 'default' and 'yarn' are.")
@@ -89,10 +89,8 @@ def _feed_forwards(fields: Fields) -> dict[str, Any]:
         qwen = "decoder_sparse_step" in fields.raw
         sparse = [(i + 1) % step == 0 if qwen else i % step == 0 for i in range(count)]
         kinds = ["sparse" if sparse[i] and i >= first and i not in dense else "dense" for i in range(count)]
-    return {
-        "feed_forwards": tuple("moe" if kind == "sparse" else "dense" for kind in kinds),
-        "dense_hidden": fields("intermediate_size", default=256),
-    }
+    feed_forwards = tuple("moe" if kind == "sparse" else "dense" for kind in kinds)
+    return {"feed_forwards": feed_forwards} | ({"dense_hidden": fields("intermediate_size")} if "dense" in feed_forwards else {})
 
 
 def _sigmoid_router(fields: Fields) -> RouterConfig:

@@ -55,30 +55,29 @@ def _attention_flops(config: ModelConfig, base: str, keys: float) -> float:
 
 def _mixer(config: ModelConfig, kind: str, length: int) -> tuple[int, int, float]:
     """Vectors, matrices, and FLOPs along the sequence of one mixer."""
-    mean_keys = (length + 1) / 2
     if kind in ("gqa", "mla"):
         vectors, matrices = _mla(config) if kind == "mla" else _gqa(config)
         window = config.gqa.window if kind == "gqa" else 0
-        return vectors, matrices, _attention_flops(config, kind, min(window, mean_keys) if window else mean_keys)
+        return vectors, matrices, _attention_flops(config, kind, _mean_keys(window or length, length))
     if kind in ("dsa", "dsa_shared"):
         index = config.indexer
         vectors, matrices = _mla(config) if index.base == "mla" else _gqa(config)
-        flops = _attention_flops(config, index.base, _mean_chosen(index.topk, length))
+        flops = _attention_flops(config, index.base, _mean_keys(index.topk, length))
         if kind == "dsa":
             latent = config.mla.q_lora_rank if index.base == "mla" else config.width
             matrices += latent * index.num_heads * index.head_dim + config.width * (index.head_dim + index.num_heads)
             vectors += 2 * index.head_dim
             if index.pool > 1:
                 matrices, vectors = matrices + config.width * index.head_dim, vectors + index.pool * index.head_dim
-            flops += 2 * index.num_heads * index.head_dim * mean_keys / index.pool
+            flops += 2 * index.num_heads * index.head_dim * _mean_keys(length, length) / index.pool
         return vectors, matrices, flops
     return _delta(config, kind)
 
 
-def _mean_chosen(topk: int, length: int) -> float:
-    """Mean of min(t, topk) over t = 1 .. length."""
-    full = min(topk, length)
-    return (full * (full + 1) / 2 + (length - full) * topk) / length
+def _mean_keys(limit: int, length: int) -> float:
+    """Keys per query of causal attention to at most `limit` keys: the mean of min(t, limit) over t = 1 .. length."""
+    full = min(limit, length)
+    return (full * (full + 1) / 2 + (length - full) * limit) / length
 
 
 def _delta(config: ModelConfig, kind: str) -> tuple[int, int, float]:

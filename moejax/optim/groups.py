@@ -7,12 +7,18 @@ from typing import Literal
 
 import jax
 
-from moejax.config.errors import ConfigError, require
+from moejax.config.errors import ConfigError, regular_expression, require
 from moejax.config.training import GroupConfig, OptimConfig
 
 Algorithm = Literal["adamw", "muon", "sgd", "frozen", "balance"]
 VECTORS = frozenset({"scale", "bias", "log", "ape", "base", "sinks"})
 """Last words of the names (`dt_bias_HC`, `A_log_H`) of what scales, shifts or gates each channel, whatever its shape."""
+GATES = frozenset(
+    {"gate_DHM", "gate_down_DR", "gate_up_RHM", "beta_DH", "decay_down_DR", "decay_up_RHC", "ba_DGX", "pool_gate_DC", "mix_XZ"}
+)
+"""Names of the matrices that make gates and decays from a token: output gates, beta and decay of the delta rules, weights of index pools
+and of hyper-connections. Not the gate matrices of MLPs (`gate_DF`, `gate_EDF`), nor gates inside a wider projection (`qkvz_DGX` of GDN,
+`q_DHX` of gated GQA), which are one weight with the rest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +44,8 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
     """A Rule for each parameter, in a tree like `params_like`.
 
     Muon takes matrices, but neither embedding and output projection, as its author advises, nor the router, whose columns must move
-    apart and not be made orthogonal; the rest is AdamW's. Matrices decay; vectors do not, unless a group names a decay for them: all
-    of one dim per layer or expert, VECTORS, depthwise filters.
+    apart and not be made orthogonal; the rest is AdamW's. Matrices decay, the router among them; GATES and vectors do not, unless a
+    group names a decay for them. Vectors are all of one dim per layer or expert, VECTORS, depthwise filters.
 
     Args:
       config: optimizer, rates, decay and groups.
@@ -50,8 +56,8 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
       ConfigError: a pattern is no regular expression, a group has no parameter that an earlier one has not taken, train_only matches
         nothing, or a name says another number of dims than the parameter has.
     """
-    patterns = [_compile(f"optim.groups[{i}].pattern", group.pattern) for i, group in enumerate(config.groups)]
-    wanted = _compile("train.train_only", train_only)
+    patterns = [regular_expression(f"optim.groups[{i}].pattern", group.pattern) for i, group in enumerate(config.groups)]
+    wanted = regular_expression("train.train_only", train_only)
     shapes = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(params_like)}
     movable = [path for path in shapes if not _is_balance(path)]
     claims = {path: next((i for i, pattern in enumerate(patterns) if pattern.search(path)), None) for path in movable}
@@ -74,11 +80,12 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
         if group.lr_scale == 0 or not wanted.search(path):
             return Rule(algorithm="frozen", learning_rate=0.0, weight_decay=0.0, group=group.pattern)
         is_matrix = _is_matrix(path, shapes[path])
+        decays = is_matrix and path.rsplit("/", 1)[-1] not in GATES
         algorithm = _algorithm(config.kind, path, is_matrix)
         if algorithm == "muon":
             matrix_shape(path, shapes[path])  # raises here rather than in the first step
         rate = config.muon_learning_rate if algorithm == "muon" else config.learning_rate
-        decay = group.weight_decay if group.weight_decay >= 0 else config.weight_decay * is_matrix
+        decay = group.weight_decay if group.weight_decay >= 0 else config.weight_decay * decays
         return Rule(algorithm=algorithm, learning_rate=rate * group.lr_scale, weight_decay=decay, group=group.pattern)
 
     return jax.tree_util.tree_map_with_path(lambda keys, _: rule(path_of(keys)), params_like)
@@ -158,13 +165,6 @@ def _algorithm(kind: str, path: str, is_matrix: bool) -> Algorithm:
 
 def _is_balance(path: str) -> bool:
     return path.endswith("router/bias_E")
-
-
-def _compile(field: str, pattern: str) -> re.Pattern:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{field}={pattern!r} is no regular expression: {error}.") from error
 
 
 def _some(paths: list[str]) -> str:
