@@ -104,7 +104,7 @@ def test_an_epoch_of_empty_documents_is_an_error_and_one_less_is_not():
             return np.zeros(2 * (index == 7), np.int32)
 
     documents = LateText()
-    with pytest.raises(DataError, match="7 documents one after the other, an epoch of data.sources, have no token"):
+    with pytest.raises(DataError, match=r"7 documents one after the other, an epoch of data\.sources, have no token"):
         next(Packer(documents, seq_len=2, pack_rows=1, num_reading=1, epoch=7))
     assert documents.read == 7
     assert next(Packer(documents, seq_len=2, pack_rows=1, num_reading=1, epoch=8))[0].size == 2
