@@ -91,14 +91,21 @@ class Segments:
         return cls.build(np.zeros((num_rows, length), np.int32))
 
     def verify(self) -> None:
-        """Raises StaleSegmentsError unless borders and checksum belong to the ids. Host arrays only."""
+        """Raises StaleSegmentsError unless checksum, borders and tree belong to the ids. Host arrays only."""
         ids_BL, previous_BL = np.asarray(self.ids_BL), np.asarray(self.previous_BL)
-        wrong_rows = np.flatnonzero(_checksum(ids_BL, previous_BL) != np.asarray(self.checksum_B))
-        if wrong_rows.size:
-            raise StaleSegmentsError(
-                f"segments are stale: rows {wrong_rows.tolist()} carry ids that they were not built from. "
-                "Call Segments.build again after changing ids."
-            )
+        wrong_B = _checksum(ids_BL, previous_BL) != np.asarray(self.checksum_B)
+        wrong = {"the ids (or parents)": wrong_B}
+        if not wrong_B.any():  # else the ids may be none that can be built from
+            fresh = Segments.build(ids_BL, None if self.index_BL is None else _parents(ids_BL, previous_BL))
+            wrong = {
+                field.name: _rows_that_differ(getattr(self, field.name), getattr(fresh, field.name)) for field in dataclasses.fields(self)
+            }
+        for name, wrong_B in wrong.items():
+            if wrong_B.any():
+                raise StaleSegmentsError(
+                    f"segments are stale: in rows {np.flatnonzero(wrong_B).tolist()} {name} is not what was built from the ids. "
+                    "Call Segments.build again after changing ids."
+                )
 
     def positions(self) -> np.ndarray:
         """Position of each token in its document, int32 [B, L], padding 0. Host arrays only."""
@@ -146,6 +153,26 @@ def _check_ids(ids_BL: np.ndarray) -> None:
 def _checksum(ids_BL: np.ndarray, previous_BL: np.ndarray) -> np.ndarray:
     rows = zip(np.asarray(ids_BL, np.int32), np.asarray(previous_BL, np.int32), strict=True)
     return np.array([zlib.crc32(previous_L.tobytes(), zlib.crc32(ids_L.tobytes())) for ids_L, previous_L in rows], np.uint32).view(np.int32)
+
+
+def _rows_that_differ(ours, fresh) -> np.ndarray:
+    if ours is None or fresh is None:
+        return np.array([ours is not fresh])
+    ours, fresh = np.asarray(ours), np.asarray(fresh)
+    if ours.shape != fresh.shape:
+        return np.ones(fresh.shape[0], bool)
+    return (ours != fresh).reshape(fresh.shape[0], -1).any(1)
+
+
+def _parents(ids_BL: np.ndarray, previous_BL: np.ndarray) -> list[dict[int, int]]:
+    """Back from previous_BL to what `build` takes: where a segment begins, the token before it is its parent's last."""
+    start_BL = np.ones(ids_BL.shape, bool)
+    start_BL[:, 1:] = ids_BL[:, 1:] != ids_BL[:, :-1]
+    start_BL &= (ids_BL >= 0) & (previous_BL >= 0)
+    return [
+        {int(ids_L[at]): int(ids_L[previous_L[at]]) for at in np.flatnonzero(start_L)}
+        for ids_L, previous_L, start_L in zip(ids_BL, previous_BL, start_BL, strict=True)
+    ]
 
 
 def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent):

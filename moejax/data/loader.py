@@ -8,16 +8,12 @@ from grain.experimental import ThreadPrefetchDatasetIterator
 from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
-from moejax.data.mixture import SplitName, open_splits, token_stream
-from moejax.data.packing import Packer, fill
+from moejax.data.mixture import SplitName, epoch_length, open_splits, require_targets, token_stream
+from moejax.data.packing import Packer, StateMismatchError, fill
 from moejax.data.tokenizers import load_tokenizer
 
 _PREFETCHED_BATCHES = 2
 """Batches that the background thread keeps ready."""
-
-
-class StateMismatchError(ValueError):
-    """A saved position in another stream of data. The message names what differs."""
 
 
 class Loader:
@@ -39,14 +35,16 @@ class Loader:
 
         Raises:
           ConfigError: process_count does not divide batch_size, a source matches nothing, or a split of it is empty.
-          DataError: a file is not what the config says.
+          DataError: a file is not what the config says, or a split of a source has no document of two tokens.
         """
         if config.batch_size % process_count:
             raise ConfigError(f"data.batch_size={config.batch_size} must be a multiple of the {process_count} processes.")
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index={process_index} must lie between 0 and process_count - 1 = {process_count - 1}.")
         self.tokenizer = load_tokenizer(config.tokenizer)
-        splits = open_splits(config, split)
+        both = open_splits(config)
+        require_targets(config, both, self.tokenizer)
+        splits = both[split]
         self.identity = {
             "split": split,
             "sources": [documents.digest() for documents in splits],
@@ -62,6 +60,7 @@ class Loader:
             seq_len=config.seq_len,
             pack_rows=config.pack_rows,
             num_reading=config.batch_size,
+            epoch=epoch_length(config, splits),
         )
         num_rows = config.batch_size // process_count
         self._batches = _Prefetch(
@@ -83,8 +82,7 @@ class Loader:
         """Continues at a `state()`, saved by any process of any number.
 
         Raises:
-          StateMismatchError: the state belongs to another stream.
-          ValueError: a document has changed since.
+          StateMismatchError: the state belongs to another stream, or a document has become shorter since.
         """
         saved = state["identity"]
         different = [f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in self.identity.items() if saved.get(key) != value]

@@ -1,6 +1,6 @@
 """The baseline that a trained byte model must beat: the next byte given the two before it, counted.
 
-A document is preceded by two zero bytes, so its first byte is scored too: contexts are (0, 0), (0, first), (first, second), ...
+A document is preceded by two zero bytes, so its first byte is counted too: contexts are (0, 0), (0, first), (first, second), ...
 The estimate is add-0.1: p(byte | context) = (count(context, byte) + 0.1) / (count(context) + 25.6).
 """
 
@@ -32,16 +32,6 @@ class MarkovModel:
             counts_N += np.bincount(index_T, minlength=2**24)
         return cls(counts_N.reshape(2**16, 2**8))
 
-    def nats_per_byte(self, documents: Iterable[bytes]) -> float:
-        """Mean of -log p over all bytes of the documents; raises ValueError if there are none."""
-        nats, num_bytes = 0.0, 0
-        for index_T in _joined_indices(documents):
-            nats += self._nats(index_T).sum()
-            num_bytes += index_T.size
-        if not num_bytes:
-            raise ValueError("nats per byte of no bytes: the documents are empty.")
-        return nats / num_bytes
-
     def batch_nats(self, batch: Batch) -> tuple[float, float]:
         """Scores exactly the targets that a model's loss counts, with no context that the model does not see.
 
@@ -69,18 +59,8 @@ class MarkovModel:
 
 def fit_baseline(config: DataConfig) -> MarkovModel:
     """The model of the bytes of all training documents, each once, whatever the weights of the mixture."""
-    return MarkovModel.fit(_raw(config, "train"))
-
-
-def heldout_baseline(config: DataConfig, model: MarkovModel) -> float:
-    """Nats per byte over all held-out documents, each once."""
-    return model.nats_per_byte(_raw(config, "heldout"))
-
-
-def _raw(config, split):
-    for documents in open_splits(config, split):
-        for at in range(len(documents)):
-            yield documents[at].text.encode("utf-8")
+    splits = open_splits(config)["train"]
+    return MarkovModel.fit(documents[at].text.encode("utf-8") for documents in splits for at in range(len(documents)))
 
 
 def _joined_indices(documents):

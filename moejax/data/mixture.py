@@ -1,6 +1,7 @@
 """Training and held-out documents, and the endless stream that mixes the sources."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal
 
 import grain
@@ -8,7 +9,7 @@ import numpy as np
 
 from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError
-from moejax.data.sources import Document, Source, open_source
+from moejax.data.sources import DataError, Document, Source, open_source
 from moejax.data.tokenizers import Tokenizer
 
 SplitName = Literal["train", "heldout"]
@@ -44,26 +45,53 @@ def is_heldout(name: str, percent: int) -> bool:
     return _hash(name) % 100 < percent
 
 
-def open_splits(config: DataConfig, split: SplitName) -> tuple[Split, ...]:
-    """The named split of every source.
+def open_splits(config: DataConfig) -> dict[SplitName, tuple[Split, ...]]:
+    """Both splits of every source: a run that could not be evaluated ends before its first step.
 
     Raises:
-      ConfigError: a source has no document in it.
+      ConfigError: a source has no document in one of them.
       DataError: see `open_source`.
     """
-    splits = []
+    splits: dict[SplitName, list[Split]] = {"train": [], "heldout": []}
     for at, source_config in enumerate(config.sources):
         source = open_source(source_config)
         heldout_N = np.fromiter((is_heldout(source.name(index), config.heldout_percent) for index in range(len(source))), bool, len(source))
-        indices_N = np.flatnonzero(heldout_N == (split == "heldout"))
-        if not indices_N.size:
-            raise ConfigError(
-                f"data.sources[{at}] (kind={source_config.kind!r}, path={source_config.path!r}) has no {split} document: "
-                f"data.heldout_percent={config.heldout_percent} keeps {int(heldout_N.sum())} of its {len(source)} for "
-                "evaluation. More and smaller documents, or another percentage, would fit."
-            )
-        splits.append(Split(source, indices_N))
-    return tuple(splits)
+        for split, opened in splits.items():
+            indices_N = np.flatnonzero(heldout_N == (split == "heldout"))
+            if not indices_N.size:
+                raise ConfigError(
+                    f"{_spell(config, at)} has no {split} document: data.heldout_percent={config.heldout_percent} keeps "
+                    f"{int(heldout_N.sum())} of its {len(source)} for evaluation. More and smaller documents, or another "
+                    "percentage, would fit."
+                )
+            opened.append(Split(source, indices_N))
+    return {split: tuple(opened) for split, opened in splits.items()}
+
+
+def require_targets(config: DataConfig, splits: Mapping[SplitName, tuple[Split, ...]], tokenizer: Tokenizer) -> None:
+    """Raises DataError if all documents of a source in a split are shorter than two tokens, so that there is nothing to predict.
+
+    Reads each split up to its first document that is long enough, which is nearly always the first.
+    """
+    for split, opened in splits.items():
+        for at, documents in enumerate(opened):
+            longest = 0
+            for index in range(len(documents)):
+                longest = max(longest, tokenizer.encode(documents[index].text).size)
+                if longest > 1:
+                    break
+            else:
+                raise DataError(
+                    f"{_spell(config, at)}: none of its {len(documents)} {split} documents has two tokens (the longest has {longest}), so "
+                    f"there is nothing to predict. Give longer documents{'' if split == 'train' else ', or another data.heldout_percent'}."
+                )
+
+
+def epoch_length(config: DataConfig, splits: tuple[Split, ...]) -> int:
+    """Documents of the mixture's stream in which each source is gone through at least once."""
+    total = sum(source.weight for source in config.sources)
+    # one percent more, and one: grain keeps to the weights up to that
+    return max(int(1.01 * len(documents) * total / source.weight) + 1 for documents, source in zip(splits, config.sources, strict=True))
 
 
 def token_stream(config: DataConfig, splits: tuple[Split, ...], split: SplitName, tokenizer: Tokenizer) -> grain.MapDataset:
@@ -79,14 +107,11 @@ def token_stream(config: DataConfig, splits: tuple[Split, ...], split: SplitName
         stream = grain.MapDataset.source(documents).shuffle(seed=seed)
         streams.append(stream.repeat() if split == "train" else stream)
     stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, [source.weight for source in config.sources])
-    return stream.map(lambda document: _encode(document, tokenizer))
+    return stream.map(lambda document: tokenizer.encode(document.text))
 
 
-def _encode(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    try:
-        return tokenizer.encode(document.text)
-    except UnicodeEncodeError as error:
-        raise ValueError(f"document {document.name}: not text, {error}.") from error
+def _spell(config: DataConfig, at: int) -> str:
+    return f"data.sources[{at}] (kind={config.sources[at].kind!r}, path={config.sources[at].path!r})"
 
 
 def _hash(text: str) -> int:

@@ -15,8 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-_MAX_EMPTY = 100_000
-"""Documents without a token, one after the other, that mean that there is nothing to read."""
+from moejax.data.sources import DataError
+
+
+class StateMismatchError(ValueError):
+    """A saved position in another stream of data. The message names what differs."""
 
 
 class Documents(Protocol):
@@ -39,7 +42,7 @@ class _Row:
 class Packer:
     """Iterator of rows, each a list of pieces (int32 [T] each, seq_len tokens or fewer in all)."""
 
-    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int):
+    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int, epoch: int):
         """Starts at the first document.
 
         Args:
@@ -47,8 +50,10 @@ class Packer:
           seq_len: tokens of a row.
           pack_rows: rows kept open.
           num_reading: documents read side by side.
+          epoch: documents in which everything there is has come by; as many without a token, one after the other, are an error.
         """
         self._documents, self._seq_len, self._pack_rows, self._num_reading = documents, seq_len, pack_rows, num_reading
+        self._epoch = epoch
         self._next_document = 0
         self._reading: collections.deque[tuple[int, int]] = collections.deque()  # document, tokens taken
         self._tokens: dict[int, np.ndarray] = {}  # of the documents being read
@@ -81,7 +86,7 @@ class Packer:
         """Continues at a `state()`.
 
         Raises:
-          ValueError: a document is shorter than it was.
+          StateMismatchError: a document is shorter than it was.
         """
         self._next_document = state["next_document"]
         self._reading = collections.deque((document, taken) for document, taken in state["reading"])
@@ -103,8 +108,11 @@ class Packer:
             if stop > start:
                 return document, start, stop
             num_empty += 1
-            if num_empty > _MAX_EMPTY:
-                raise ValueError(f"{num_empty} documents one after the other have no token; is data.sources' field the right one?")
+            if num_empty >= self._epoch:
+                raise DataError(
+                    f"{num_empty} documents one after the other, an epoch of data.sources, have no token. There was text when they were "
+                    "opened: their files have changed."
+                )
             self._turn(document, stop)
 
     def _turn(self, document: int, stop: int) -> None:
@@ -145,9 +153,9 @@ class Packer:
     @staticmethod
     def _check(document: int, tokens_T: np.ndarray, taken: int) -> None:
         if tokens_T.size < taken:
-            raise ValueError(
+            raise StateMismatchError(
                 f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
-                "saved: its file has changed."
+                "saved: its file has changed. Put back the data as it was, or start anew."
             )
 
 

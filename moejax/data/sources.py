@@ -4,6 +4,7 @@ Each source is a random-access data source of grain: `len(source)` and `source[i
 reading the text, since they choose the held-out documents.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -58,7 +59,9 @@ class Files:
 
     def __getitem__(self, index: int) -> Document:
         path = self._root / self._names[index]
-        return Document(self._names[index], _decode(path.read_bytes(), str(path)))
+        with _reading(path):
+            raw = path.read_bytes()
+        return Document(self._names[index], _decode(raw, str(path)))
 
     def name(self, index: int) -> str:
         """Path below the root."""
@@ -83,7 +86,7 @@ class JsonLines:
     def __getitem__(self, index: int) -> Document:
         file, line, start = map(int, self._places_N3[index])
         path = self._root / self._names[file]
-        with path.open("rb") as stream:
+        with _reading(path), path.open("rb") as stream:
             stream.seek(start)
             raw = stream.readline()
         return Document(self.name(index), _text_of(raw, self._field, f"{path}, line {line}"))
@@ -133,8 +136,16 @@ class Parquet:
         return group, int(self._groups[group][2] + index - self._starts[group])
 
     def _read_column(self, group: int):
+        import pyarrow as pa
+
         file, group_of_file, _ = self._groups[group]
-        return _parquet_file(self._root / self._names[file], self._field).read_row_group(group_of_file, columns=[self._field]).column(0)
+        path = self._root / self._names[file]
+        try:
+            column = _parquet_file(path, self._field).read_row_group(group_of_file, columns=[self._field]).column(0)
+            column.validate(full=True)  # strings that are no UTF-8 among it
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}, row group {group_of_file}: column {self._field!r} cannot be read ({error}).") from error
+        return column
 
 
 def stdlib() -> Files:
@@ -196,6 +207,15 @@ def _find_files(config: SourceConfig) -> tuple[pathlib.Path, list[str]]:
     return root, sorted(path.relative_to(root).as_posix() for path in files)
 
 
+@contextlib.contextmanager
+def _reading(path: pathlib.Path):
+    """A file that cannot be read, or not any more, is an error of the data."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
 def _decode(raw: bytes, place: str) -> str:
     try:
         return raw.decode("utf-8")
@@ -205,7 +225,7 @@ def _decode(raw: bytes, place: str) -> str:
 
 def _line_starts(path: pathlib.Path):
     start = 0
-    with path.open("rb") as stream:
+    with _reading(path), path.open("rb") as stream:
         for line, raw in enumerate(stream, 1):
             if raw.strip():
                 yield line, start
@@ -213,9 +233,10 @@ def _line_starts(path: pathlib.Path):
 
 
 def _text_of(raw: bytes, field: str, place: str) -> str:
+    line = _decode(raw, place)
     try:
-        record = json.loads(_decode(raw, place))
-    except json.JSONDecodeError as error:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a bare ValueError
         raise DataError(f"{place}: not JSON ({error}); the line starts {raw[:60]!r}.") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: a record must be an object with the field {field!r}, got {type(record).__name__}.")
@@ -223,6 +244,11 @@ def _text_of(raw: bytes, field: str, place: str) -> str:
         raise DataError(f"{place}: no field {field!r}; the record has {', '.join(map(repr, record)) or 'none'}.")
     if not isinstance(record[field], str):
         raise DataError(f"{place}: field {field!r} must be a string, got {type(record[field]).__name__} {str(record[field])[:60]}.")
+    try:
+        record[field].encode("utf-8")
+    except UnicodeEncodeError as error:
+        lone = record[field][error.start]
+        raise DataError(f"{place}: field {field!r} is no text: character {error.start} is the lone surrogate {lone!r}.") from error
     return record[field]
 
 

@@ -37,8 +37,12 @@ def plan_send(ids_TK, *, num_experts: int, num_devices: int, rows: int) -> SendP
     Args:
       ids_TK: int32 experts, -1 for none.
       rows: rows of one bucket (Q).
+
+    Raises:
+      ValueError: row numbers would pass int32.
     """
     num_tokens, k = ids_TK.shape
+    _require_int32(num_tokens, k, num_devices=num_devices, rows=rows)
     per_device = num_experts // num_devices
     expert_R = jnp.where(ids_TK < 0, num_experts, ids_TK).reshape(-1)
     load_E = _count(expert_R, num_experts)
@@ -92,6 +96,23 @@ def plan_receive(counts_Se, *, rows: int) -> tuple[RowPlan, Any]:
 def inverse(plan: RowPlan) -> RowPlan:
     """The way back of a plan in which every row goes to at most one place (K = 1)."""
     return RowPlan(plan.slot_TK[:, 0], plan.source_R[:, None])
+
+
+def _require_int32(num_tokens: int, k: int, *, num_devices: int, rows: int) -> None:
+    """The plans count rows in int32, and one number more stands for no place."""
+    for product, spelt, instead in (
+        (num_tokens * k, f"T*K = {num_tokens} tokens x {k} experts", ""),
+        (
+            num_devices * rows,
+            f"S*Q = {num_devices} devices x buckets of {rows}",
+            ", or a smaller moe.capacity_factor (0 takes the worst case)",
+        ),
+    ):
+        if product >= 2**31:
+            raise ValueError(
+                f"expert parallelism: {spelt} = {product} rows, and int32 numbers {2**31 - 1}. Fewer tokens on a device at a time would fit "
+                f"(more train.accumulation){instead}."
+            )
 
 
 def _count(expert_R, num_experts: int):

@@ -9,17 +9,19 @@ from typing import Any
 
 import jax
 
+MOEJAX = Path(__file__).resolve().parent.parent
+"""The folder that moejax is imported from."""
 PACKAGES = ("moejax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def make(out_dir: str | Path, name: str, *, config_json: str, source: str | Path = ".") -> Path:
+def make(out_dir: str | Path, name: str, *, config_json: str, source: str | Path = MOEJAX) -> Path:
     """Makes out_dir/name with config.json, versions.json and git.json; files of an earlier life of the run are replaced.
 
     Args:
       out_dir: folder of all runs.
       name: the run's name.
       config_json: the resolved config.
-      source: a folder in the git work tree whose state is recorded.
+      source: a folder in the git work tree whose state is recorded; moejax's own, wherever the run was started.
 
     Returns:
       The folder. Only process 0 writes.
@@ -53,8 +55,13 @@ def installed(package: str) -> str | None:
 
 
 def git_state(source: str | Path) -> dict[str, Any]:
-    """Commit and uncommitted changes of the work tree around `source`, or why there is no such thing."""
+    """Commit and uncommitted changes of the work tree that `source` is part of, or why there is no such thing."""
     try:
+        if not _git(source, "ls-files"):  # as a package installed in a folder that happens to lie in some project is not
+            return {
+                "commit": None,
+                "why": f"{source} lies in the work tree {_git(source, 'rev-parse', '--show-toplevel')}, which tracks no file of it",
+            }
         commit = _git(source, "rev-parse", "HEAD")
         changes = _git(source, "status", "--porcelain").splitlines()
         return {"commit": commit, "dirty": bool(changes), "changes": changes, "diff_stat": _git(source, "diff", "HEAD", "--stat")}

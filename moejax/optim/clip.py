@@ -28,15 +28,10 @@ def clip_by_global_norm(grads, max_norm: float, *, trainable=None):
     """Gradients scaled so that their global norm is at most `max_norm`, and the norm before that. 0: no clipping.
 
     Gradients of a norm up to `max_norm`, 0 included, stay bit for bit. A non-finite gradient makes the norm, and then all, non-finite:
-    ask `all_finite` before updating.
+    look at the norm before updating.
     """
     norm = global_norm(grads, trainable=trainable)
     if max_norm == 0:
         return grads, norm
     scale = max_norm / jnp.maximum(norm, max_norm)
     return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads), norm
-
-
-def all_finite(tree):
-    """Scalar bool: no array of the tree holds a NaN or an infinity."""
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)], jnp.array(True))

@@ -11,6 +11,9 @@ from moejax.config.run import Plan
 from moejax.model import counting, language_model
 from moejax.optim import groups
 
+_SECTIONS = ("unembed", "final_norm", "final_residual", "tail", "unit", "head", "embed")
+_SUBLAYERS = ("feed_forward", "feed_forward_norm", "feed_forward_residual", "mixer", "mixer_norm", "mixer_residual")
+
 
 def plan_lines(plan: Plan) -> list[str]:
     """Mesh, batch, layers, parameters and FLOPs by part; needs no device."""
@@ -55,7 +58,9 @@ def _spell_layers(layers: LayerPlan) -> str:
 
 
 def first_non_finite(plan: Plan, layers: Mapping[str, Any], gradients: Any) -> str | None:
-    """The first sublayer whose output is not finite, else a weight whose gradient is not; None if all are finite.
+    """The first sublayer whose output is not finite, else the first weight whose gradient is not; None if all are finite.
+
+    Backward goes from the output to the embedding, so the first weight is the one nearest to the output.
 
     Args:
       layers: flags of each layer's mixer and feed-forward, [2] or stacked [n, 2], by section and place.
@@ -70,8 +75,15 @@ def first_non_finite(plan: Plan, layers: Mapping[str, Any], gradients: Any) -> s
         ):
             if not finite:
                 return f"layer {number}, {name}"
-    bad = [path for path, finite in _leaves(gradients) if not finite]
+    bad = sorted((path for path, finite in _leaves(gradients) if not finite), key=_backward_order)
     return f"the gradient of {bad[0]} ({len(bad)} weights in all), while all activations are finite" if bad else None
+
+
+def _backward_order(path: str) -> tuple[int, ...]:
+    """When backward reaches a weight; those of one sublayer at once, those of a stack with its last layer."""
+    section, *inside = path.split("/")
+    place = (-int(inside[0]), _SUBLAYERS.index(inside[1])) if section in ("tail", "unit", "head") else ()
+    return (_SECTIONS.index(section), *place)
 
 
 def _leaves(tree: Any, path: str = ""):

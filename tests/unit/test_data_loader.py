@@ -13,7 +13,7 @@ from moejax.config.data import DataConfig, SourceConfig
 from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
 from moejax.data.loader import Loader, StateMismatchError
-from moejax.data.mixture import open_splits, token_stream
+from moejax.data.mixture import epoch_length, is_heldout, open_splits, token_stream
 from moejax.data.sources import DataError
 from moejax.data.tokenizers import load_tokenizer
 
@@ -121,7 +121,7 @@ def test_heldout_batches_are_the_same_each_time_and_hold_each_document_at_most_o
     again = take(Loader(dataclasses.replace(config, shuffle_seed=9), split="heldout"), 100)
     assert_same(first, again)
     assert {batch.tokens_BL.shape for batch in first} == {(8, 32)}
-    (texts, _) = open_splits(config, "heldout")
+    (texts, _) = open_splits(config)["heldout"]
     ends = [texts[index].text[-1] for index in range(len(texts))]
     seen = bytes(np.concatenate([batch.tokens_BL.ravel() for batch in first]).astype(np.uint8)).decode()
     assert all(seen.count(end) <= 1 for end in ends) and sum(seen.count(end) for end in ends) > 2
@@ -129,7 +129,7 @@ def test_heldout_batches_are_the_same_each_time_and_hold_each_document_at_most_o
 
 def test_the_heldout_data_of_one_source_is_read_whole_and_once(config):
     config = dataclasses.replace(config, sources=config.sources[:1])
-    (documents,) = open_splits(config, "heldout")
+    (documents,) = open_splits(config)["heldout"]
     loader = Loader(config, split="heldout")
     batches = list(loader)
     num_tokens = sum((batch.segments.ids_BL >= 0).sum() for batch in batches)
@@ -140,7 +140,7 @@ def test_the_heldout_data_of_one_source_is_read_whole_and_once(config):
 
 
 def test_training_reads_no_heldout_document(config):
-    (heldout, _), (train, _) = open_splits(config, "heldout"), open_splits(config, "train")
+    (train, _), (heldout, _) = open_splits(config).values()
     loader = Loader(config, split="train")
     seen = set(np.concatenate([batch.tokens_BL.ravel() for batch in take(loader, 40)]).tolist())
     loader.close()
@@ -149,7 +149,7 @@ def test_training_reads_no_heldout_document(config):
 
 
 def test_documents_come_in_the_shares_of_their_weights_and_in_a_new_order_each_epoch(config):
-    splits = open_splits(config, "train")
+    splits = open_splits(config)["train"]
     stream = token_stream(config, splits, "train", load_tokenizer("bytes"))
     texts = [bytes(stream[index].astype(np.uint8)).decode() for index in range(400)]
     assert abs(sum("b" not in text for text in texts) - 300) <= 2
@@ -197,8 +197,60 @@ def test_a_tokenizer_file_feeds_the_loader(config, tmp_path):
 
 
 def test_text_that_cannot_be_encoded_is_an_error_with_the_document_s_name(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join('{"text": "\\ud800"}\n' for _ in range(30)))
-    loader = Loader(DataConfig(sources=(SourceConfig(kind="jsonl", path=str(tmp_path / "x.jsonl")),)), split="train")
-    with pytest.raises(ValueError, match=r"document x\.jsonl#\d+: not text"):
+    lines = ['{"text": "ab"}\n'] * 20 + ['{"text": "\\ud800"}\n'] * 20
+    (tmp_path / "x.jsonl").write_text("".join(lines))
+    config = DataConfig(sources=(SourceConfig(kind="jsonl", path=str(tmp_path / "x.jsonl")),), seq_len=4, heldout_percent=30)
+    loader = Loader(config, split="train")
+    with pytest.raises(DataError, match=r"x\.jsonl, line (2[1-9]|3\d|40): field 'text' is no text"):
         next(loader)
     loader.close()
+
+
+def text_files(folder, texts):
+    """A config of one text file per entry, of which three in ten are held out."""
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    return DataConfig(sources=(SourceConfig(kind="text", path=str(folder / "*.txt")),), seq_len=8, batch_size=2, heldout_percent=30)
+
+
+@pytest.mark.parametrize("text, longest", [("", 0), ("x", 1)])
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_source_without_a_single_target_in_a_split_is_refused_when_it_is_opened(tmp_path, split, text, longest):
+    of = lambda number: "heldout" if is_heldout(f"{number}.txt", 30) else "train"
+    config = text_files(tmp_path, [text if of(number) == split else "two" for number in range(40)])
+    count = sum(of(number) == split for number in range(40))
+    match = rf"data\.sources\[0\] .*\*\.txt.*none of its {count} {split} documents has two tokens \(the longest has {longest}\)"
+    for opened in ("train", "heldout"):  # a run without a held-out target ends before its first step
+        with pytest.raises(DataError, match=match):
+            Loader(config, split=opened)
+
+
+def test_files_that_lose_their_text_while_they_are_read_end_the_stream_after_an_epoch(tmp_path):
+    loader = Loader(text_files(tmp_path, ["two"] * 40), split="train")
+    for path in tmp_path.glob("*.txt"):
+        path.write_text("")
+    with pytest.raises(DataError, match=r"an epoch of data\.sources, have no token"):
+        take(loader, 100)
+    loader.close()
+
+
+def test_an_epoch_of_a_mixture_reads_every_document(config):
+    splits = open_splits(config)["train"]
+    stream = token_stream(config, splits, "train", load_tokenizer("bytes"))
+    seen = {bytes(stream[index].astype(np.uint8)) for index in range(epoch_length(config, splits))}
+    assert seen == {documents[index].text.encode() for documents in splits for index in range(len(documents))}
+
+
+def test_a_document_that_shrank_since_the_state_was_saved_is_refused(tmp_path):
+    config = text_files(tmp_path, ["a long text of many pieces " * 4] * 40)
+    loader = Loader(config, split="train")
+    next(loader)
+    state = loader.state()
+    loader.close()
+    for path in tmp_path.glob("*.txt"):
+        path.write_text("short")
+    fresh = Loader(config, split="train")
+    with pytest.raises(StateMismatchError, match="its file has changed"):
+        fresh.restore(state)
+        next(fresh)
+    fresh.close()

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from moejax.config.data import DataConfig
 from moejax.data.batch import Batch
 from moejax.data.mixture import open_splits
-from moejax.data.packing import Packer, fill
+from moejax.data.packing import Packer, StateMismatchError, fill
+from moejax.data.sources import DataError
 from moejax.data.tokenizers import ByteTokenizer
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=30)
-SIZES = st.fixed_dictionaries({"seq_len": st.integers(2, 12), "pack_rows": st.integers(1, 4), "num_reading": st.integers(1, 5)})
+SIZES = st.fixed_dictionaries(
+    {"seq_len": st.integers(2, 12), "pack_rows": st.integers(1, 4), "num_reading": st.integers(1, 5), "epoch": st.just(100)}
+)
 
 
 def numbered(lengths):
@@ -76,35 +79,43 @@ def test_a_restored_packer_goes_on_as_if_never_stopped(lengths, sizes, num_befor
 
 
 def test_a_piece_goes_to_the_first_open_row_with_room_and_the_fullest_makes_way():
-    packer = Packer(numbered([6, 5, 3, 4, 7, 8, 2, 1]), seq_len=10, pack_rows=2, num_reading=1)
+    packer = Packer(numbered([6, 5, 3, 4, 7, 8, 2, 1]), seq_len=10, pack_rows=2, num_reading=1, epoch=8)
     rows = [[int(piece[0]) // 100 for piece in row] for row in packer]
     # 6 and 5 open rows; 3 joins the 6, 4 the 5: two nines. 7 displaces the first, 8 the second; 2 joins the 7, 1 fills it
     assert rows == [[0, 2], [1, 3], [4, 6, 7], [5]]
 
 
 def test_rows_that_follow_each_other_come_from_different_documents():
-    packer = Packer(numbered([40, 40, 40]), seq_len=10, pack_rows=1, num_reading=3)
+    packer = Packer(numbered([40, 40, 40]), seq_len=10, pack_rows=1, num_reading=3, epoch=3)
     assert [int(row[0][0]) // 100 for row in packer] == [0, 1, 2] * 4
 
 
-def test_endless_empty_documents_are_an_error():
-    class Empty:
+def test_an_epoch_of_empty_documents_is_an_error_and_one_less_is_not():
+    class LateText:
+        """Empty documents without end; number 7 is not."""
+
+        read = 0
+
         def __len__(self):
             return 10**9
 
         def __getitem__(self, index):
-            return np.zeros(0, np.int32)
+            self.read += 1
+            return np.zeros(2 * (index == 7), np.int32)
 
-    with pytest.raises(ValueError, match="have no token"):
-        next(Packer(Empty(), seq_len=4, pack_rows=1, num_reading=2))
+    documents = LateText()
+    with pytest.raises(DataError, match=r"7 documents one after the other, an epoch of data\.sources, have no token"):
+        next(Packer(documents, seq_len=2, pack_rows=1, num_reading=1, epoch=7))
+    assert documents.read == 7
+    assert next(Packer(documents, seq_len=2, pack_rows=1, num_reading=1, epoch=8))[0].size == 2
 
 
 @pytest.mark.parametrize("lengths", [[7, 2, 9, 9], [25, 25]], ids=["in an open row", "being read"])
 def test_a_document_that_shrank_since_the_state_was_saved_is_an_error(lengths):
-    packer = Packer(numbered(lengths), seq_len=10, pack_rows=2, num_reading=1)
+    packer = Packer(numbered(lengths), seq_len=10, pack_rows=2, num_reading=1, epoch=4)
     next(packer)
-    fresh = Packer(numbered([1] * len(lengths)), seq_len=10, pack_rows=2, num_reading=1)
-    with pytest.raises(ValueError, match="its file has changed"):
+    fresh = Packer(numbered([1] * len(lengths)), seq_len=10, pack_rows=2, num_reading=1, epoch=4)
+    with pytest.raises(StateMismatchError, match="its file has changed"):
         fresh.restore(packer.state())
 
 
@@ -131,8 +142,8 @@ def test_a_batch_of_wrong_shapes_or_types_is_refused(tokens, ids):
 
 def test_little_of_the_standard_library_s_rows_is_padding():
     tokenizer = ByteTokenizer()
-    (heldout,) = open_splits(DataConfig(), "heldout")
+    (heldout,) = open_splits(DataConfig())["heldout"]
     documents = [tokenizer.encode(heldout[index].text) for index in range(len(heldout))]
-    rows = list(Packer(documents, seq_len=512, pack_rows=8, num_reading=16))
+    rows = list(Packer(documents, seq_len=512, pack_rows=8, num_reading=16, epoch=len(documents)))
     used = sum(tokens_T.size for tokens_T in documents)
     assert 1 - used / (512 * len(rows)) < 0.02  # 0.5 % on Python 3.12

@@ -13,6 +13,7 @@ from moejax.config.errors import ConfigError
 from moejax.data.mixture import is_heldout, open_splits
 from moejax.data.sources import DataError, open_source, stdlib
 
+FILES = ("x.txt", "x.jsonl", "x.parquet", "y.parquet")
 TEXTS = ["one\r\ntwo\n", "ünï\x00code 漢字 🙂", "", "last"]
 
 
@@ -82,6 +83,9 @@ def test_a_library_in_a_folder_named_like_a_package_folder_is_still_read(tmp_pat
         ('{"txt": "a", "id": 3}', r"x\.jsonl, line 2: no field 'text'; the record has 'txt', 'id'"),
         ('{"text": 5}', r"x\.jsonl, line 2: field 'text' must be a string, got int 5"),
         (b'{"text": "\xff"}', r"x\.jsonl, line 2: not UTF-8, byte 10 is 0xff"),
+        ('{"text": "ab\\ud800"}', r"x\.jsonl, line 2: field 'text' is no text: character 2 is the lone surrogate '\\ud800'"),
+        ('{"text": "a", "id": ' + "9" * 5000 + "}", r"x\.jsonl, line 2: not JSON \(Exceeds the limit"),
+        ('{"text": ' + "[" * 200_000, r"x\.jsonl, line 2: not JSON"),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line_and_what_is_there(tmp_path, line, message):
@@ -124,7 +128,7 @@ def test_a_path_that_matches_nothing_says_what_is_there(tmp_path):
 
 def test_training_and_heldout_documents_are_disjoint_and_complete():
     config = DataConfig(heldout_percent=5)
-    (train,), (heldout,) = open_splits(config, "train"), open_splits(config, "heldout")
+    (train,), (heldout,) = open_splits(config).values()
     names = [{split.name(index) for index in range(len(split))} for split in (train, heldout)]
     assert not names[0] & names[1] and len(names[0] | names[1]) == len(train.source)
     assert 0.03 < len(heldout) / len(train.source) < 0.07
@@ -135,11 +139,11 @@ def test_a_document_s_split_depends_on_its_name_alone(tmp_path):
     for number in range(50):
         (tmp_path / f"{number}.txt").write_text("x")
     config = DataConfig(sources=(SourceConfig(kind="text", path=str(tmp_path / "*.txt")),), heldout_percent=20)
-    (heldout,) = open_splits(config, "heldout")
+    (heldout,) = open_splits(config)["heldout"]
     before = {heldout.name(index) for index in range(len(heldout))}
     for number in range(50, 100):
         (tmp_path / f"{number}.txt").write_text("x")
-    (heldout,) = open_splits(config, "heldout")
+    (heldout,) = open_splits(config)["heldout"]
     assert before == {name for name in (heldout.name(index) for index in range(len(heldout))) if int(name[:-4]) < 50}
     assert [name for name in ("abc.py", "json/decoder.py", "asyncio/locks.py", "os.py") if is_heldout(name, 50)] == ["abc.py"]
 
@@ -149,4 +153,20 @@ def test_a_split_without_a_document_is_an_error_that_says_so(tmp_path):
     config = DataConfig(sources=(SourceConfig(kind="text", path=str(tmp_path / "a.txt")),), heldout_percent=1)
     assert not is_heldout("a.txt", 1)
     with pytest.raises(ConfigError, match=r"data\.sources\[0\].* has no heldout document: .*heldout_percent=1 keeps 0 of its 1"):
-        open_splits(config, "heldout")
+        open_splits(config)
+
+
+def test_a_file_that_is_gone_or_broken_when_it_is_read_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "x.txt").write_text("a")
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    binary = pa.array([b"fine", b"\xff"])
+    strings = pa.Array.from_buffers(pa.string(), 2, binary.buffers())
+    pq.write_table(pa.table({"text": strings}), tmp_path / "x.parquet")
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "y.parquet")
+    opened = {name: open_source(SourceConfig(kind=name.split(".")[1].replace("txt", "text"), path=str(tmp_path / name))) for name in FILES}
+    with pytest.raises(DataError, match=r"x\.parquet, row group 0: column 'text' cannot be read \(.*UTF8"):
+        opened["x.parquet"][1]
+    for name in ("x.txt", "x.jsonl", "y.parquet"):
+        (tmp_path / name).unlink()
+        with pytest.raises(DataError, match=rf"{name}.* cannot be read \(.*No such file"):
+            opened[name][0]

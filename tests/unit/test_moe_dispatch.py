@@ -106,12 +106,21 @@ def test_dropped_rows_leave_their_weight_to_the_kept_ones_of_their_token():
     np.testing.assert_allclose(sum_BL[~lost_BL], total_BL[~lost_BL], rtol=1e-5)
 
 
-def test_indices_stay_inside_int32_where_rows_times_width_pass_it():
-    """The index arrays count rows (T K, and S Q on arrival), never rows times width; 2^31 rows of one device would need terabytes."""
-    tokens, k = 2**18, 8
-    plan = jax.eval_shape(
-        functools.partial(dispatch.plan_send, num_experts=256, num_devices=64, rows=tokens * 4), jax.ShapeDtypeStruct((tokens, k), np.int32)
-    )
-    arrived = plan.rows.source_R.size
-    assert arrived == 64 * tokens * 4 < 2**31 < arrived * 7168
-    assert {leaf.dtype for leaf in jax.tree.leaves(plan)} == {np.dtype(np.int32)}
+@pytest.mark.parametrize(
+    "tokens, k, devices, rows, message",
+    [
+        (2**20, 2, 2**10, 2**21 - 1, None),
+        (2**20, 2, 2**10, 2**21, "S.Q = 1024 devices x buckets of 2097152 = 2147483648 rows.* smaller moe.capacity_factor"),
+        (2**28 - 1, 8, 1, 2**28, None),
+        (2**28, 8, 1, 2**28, "T.K = 268435456 tokens x 8 experts = 2147483648 rows.*more train.accumulation"),
+    ],
+)
+def test_rows_that_int32_cannot_number_are_refused_by_their_shapes(tokens, k, devices, rows, message):
+    """Shapes alone, no memory; the last fit and the first that does not. Rows times width is no index here: the ops move rows."""
+    plan = functools.partial(dispatch.plan_send, num_experts=devices, num_devices=devices, rows=rows)
+    ids_TK = jax.ShapeDtypeStruct((tokens, k), np.int32)
+    if message is None:
+        assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(plan, ids_TK))} == {np.dtype(np.int32)}
+    else:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(plan, ids_TK)

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,20 @@ def test_each_step_is_one_line_with_its_numbers(tmp_path):
     assert line["step"] == 1 and line["loss"] == 2.5 and line["load_E"] == [1, 3] and line["step_s"] == 0.25
     assert abs(line["wall_s"] - time.time()) < 60
     assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_path):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    for resumed_step in (0, 1):  # rewritten once more by the second life
+        writer = MetricsWriter(tmp_path, tensorboard=False, resumed_step=resumed_step)
+        writer.write(resumed_step + 1, {"loss": jnp.float32(jnp.nan), "norm": float("inf"), "margins": np.array([1.0, np.nan])})
+        writer.close()
+    lines = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["norm"], line["margins"]) for line in lines] == [(n, None, None, [1.0, None]) for n in (1, 2)]
+    for line in metrics.read(tmp_path):
+        assert np.isnan([line["loss"], line["norm"], line["margins"][1]]).all() and line["margins"][0] == 1.0
 
 
 def test_a_resumed_run_writes_no_step_twice(tmp_path):
@@ -74,6 +89,22 @@ def test_the_git_state_names_commit_and_changes(tmp_path):
     (tmp_path / "file").write_text("two\n")
     changed = run_folder.git_state(tmp_path)
     assert changed["commit"] == clean["commit"] and changed["dirty"] is True and "file | 2 +-" in changed["diff_stat"]
+
+
+def test_what_is_recorded_is_moejax_wherever_the_run_is_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = run_folder.make(tmp_path, "mine", config_json="{}")
+    here = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    git = json.loads((folder / "git.json").read_text())
+    assert git["commit"] == (here.stdout.strip() or None) and ("why" in git) == bool(here.returncode)
+
+
+def test_a_package_installed_inside_another_project_has_no_commit(tmp_path):
+    subprocess.run(["git", "init", tmp_path], check=True, capture_output=True)
+    package = tmp_path / "packages" / "moejax"
+    package.mkdir(parents=True)
+    state = run_folder.git_state(package)
+    assert state["commit"] is None and "which tracks no file of it" in state["why"]
 
 
 def test_a_machine_without_git_is_stated(tmp_path, monkeypatch):
@@ -130,4 +161,22 @@ def test_the_steps_that_were_asked_for_are_traced(tmp_path):
         written.append(profiler.after(step))
     assert running == [False, True, True, False, False] and written == [None, None, tmp_path / "trace", None, None]
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
-    assert Profiler(tmp_path, None).close() is None
+    assert profiler.summary() == f"steps 2 to 3 in {tmp_path / 'trace'}"
+    assert Profiler(tmp_path, None).close() is None and Profiler(tmp_path, None).summary() is None
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [((5, 6), "none: steps 5 to 6 were asked for, and the last step was 3"), ((3, 6), "steps 3 to 3 in {}; steps 3 to 6 were asked for")],
+)
+def test_a_run_that_ends_before_the_steps_to_be_traced_says_so(tmp_path, monkeypatch, asked, said):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    profiler = Profiler(tmp_path, asked)
+    for step in range(1, 4):
+        profiler.before(step)
+        profiler.after(step)
+    profiler.close()
+    assert profiler.summary() == said.format(tmp_path / "trace")
+    assert calls == ([] if asked == (5, 6) else ["start", "stop"])
