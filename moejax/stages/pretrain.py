@@ -262,8 +262,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             with timer.part("compute"):
                 state, out = compiled(state, batches)
                 values = {name: float(value) for name, value in out.scalars.items()}
-            if trace := profiler.after(step):
-                job.say(f"profile   {trace}")
+            profiler.after(step)
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:
@@ -286,6 +285,8 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             if job.stop.reached(step):
                 finished = step == config.train.steps
                 break
+    if traced := profiler.summary():
+        job.say(f"profile   {traced}")
     return state, finished
 
 

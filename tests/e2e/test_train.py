@@ -36,6 +36,7 @@ def test_a_run_that_learns_more_than_counting_succeeds_and_says_so(trained):
         "held out  ",
         "order-2 byte Markov model on the same targets",
         "sample    after ",
+        "profile   steps 3 to 4 in ",
     ):
         assert text in out, (text, out, err)
 
