@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.config.mixers import RopeConfig
+from moejax.config.model import ModelConfig
 from moejax.hf.families import FAMILIES, CheckpointError, Fields, rope_config
 from moejax.hf.load import read_config
 from moejax.model.rope import attention_scale, frequencies
@@ -209,6 +210,8 @@ def test_layers_and_rotation_of_qwen3_next_come_from_the_hub_fields():
 def test_qwen_layers_without_experts_are_dense():
     model = parse(QWEN3_NEXT, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [kind.feed_forward for kind in model.layers()] == ["dense", "moe", "dense", "dense"]
+    assert model.dense_hidden == QWEN3_NEXT["intermediate_size"]
+    assert parse(QWEN3_NEXT).dense_hidden == ModelConfig().dense_hidden  # no layer is dense
 
 
 def test_rotation_reads_the_old_and_the_new_fields():
@@ -218,6 +221,8 @@ def test_rotation_reads_the_old_and_the_new_fields():
     )
     assert rope_config(Fields(old, "a"), "half") == rope_config(Fields(new, "a"), "half") == RopeConfig(kind="half", theta=5e5)
     assert rope_config(Fields({}, "a"), "half") == RopeConfig(kind="half")
+    unscaled = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 1, "original_max_position_embeddings": 64}}
+    assert rope_config(Fields(unscaled, "a"), "half") == RopeConfig(kind="half", theta=5e5)
 
 
 def test_yarn_frequencies_equal_the_formula():
