@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moejax_kernels import delta_chunks
+from moejax_kernels import delta_scan
 from moejax_kernels.delta_chunks import AT, CAUSAL, CHUNK, LEVELS, SPLIT, UPPER
 
 FAST_FORM_LOG_DECAY = -5.0
@@ -23,7 +23,7 @@ SUMS = np.concatenate([*TO_SPLIT.values(), CAUSAL, ~CAUSAL])
 def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments, initial_state_BHCM, scale, min_log_decay):
     """As `reference.kda`. `min_log_decay >= -5` picks the cheaper way to the decays; a g below it then overflows."""
     fast = min_log_decay is not None and min_log_decay >= FAST_FORM_LOG_DECAY
-    return delta_chunks.chunked(
+    return delta_scan.chunked(
         bounded_decays if fast else any_decays,
         q_BLGC,
         k_BLGC,
@@ -33,7 +33,6 @@ def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments, initial_state_BHC
         segments=segments,
         initial_state_BHCM=initial_state_BHCM,
         scale=scale,
-        op="kda",
     )
 
 
