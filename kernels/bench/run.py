@@ -51,7 +51,7 @@ def ratios(rows: list[Row]) -> list[dict]:
         }
         for row in rows
         for mine in ours
-        if row not in ours
+        if row not in ours and row.case == mine.case
     ]
 
 
@@ -86,7 +86,12 @@ def main(arguments=None) -> int:
             if options.all or case.name.startswith(ISSUE[op]):
                 rows += compare(op, case.name, WAYS[op](case), rounds=options.rounds)
     found = ratios(rows)
-    report = {"jax": jax.__version__, "machine": platform.processor() or platform.machine(), "rows": [*map(dataclasses.asdict, rows)], "ratios": found}
+    report = {
+        "jax": jax.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "rows": [*map(dataclasses.asdict, rows)],
+        "ratios": found,
+    }
     print(table(rows, found))
     if options.json is None:
         print(json.dumps(report))

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from moejax_kernels import attention, causal_conv, gated_delta, grouped_matmul, index_topk, kda, sparse_attention
-
 from measure import value_and_gradients
+from moejax_kernels import attention, causal_conv, gated_delta, grouped_matmul, index_topk, kda, sparse_attention
 
 
 def delta(case, op):
@@ -94,7 +93,9 @@ def grouped(case):
     """Ours, `jax.lax.ragged_dot`, and one dense matmul of as many rows with one weight."""
     x_RD, w_EDF, group_sizes_E, dy_RF = case.arrays(jnp.float32, seed=0)
     ways = {
-        "ours": value_and_gradients(lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="xla"), (x_RD, w_EDF, group_sizes_E), dy_RF),
+        "ours": value_and_gradients(
+            lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="xla"), (x_RD, w_EDF, group_sizes_E), dy_RF
+        ),
         "dense matmul": value_and_gradients(jnp.matmul, (x_RD, w_EDF[0]), dy_RF),
     }
     if len(case.sizes) <= 64:  # ragged_dot holds [E, R, D] at once

@@ -23,7 +23,7 @@ BLOCK_NUMBERS = 2**15
 def chunked(decays, q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, *, segments: Segments | None, initial_state_BHCM, scale):
     """Outputs [B, L, H, M] and the state after the last token; `decays` as in `delta_chunks.forward`."""
     dtype = delta_inputs.inside(q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH)
-    (B, L, H, M), C = v_BLHM.shape, q_BLGC.shape[3]
+    (B, _, H, M), C = v_BLHM.shape, q_BLGC.shape[3]
     if initial_state_BHCM is None:
         initial_state_BHCM = jnp.zeros((B, H, C, M), dtype)
     arrays = (q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH[..., None])

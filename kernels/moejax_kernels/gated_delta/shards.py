@@ -1,8 +1,8 @@
 """What a context shard of Gated DeltaNet hands on."""
 
 from moejax_kernels import delta_inputs, delta_shards
-from moejax_kernels.implementation import Implementation, choose
 from moejax_kernels.gated_delta import reference, xla
+from moejax_kernels.implementation import Implementation, choose
 from moejax_kernels.segments import Segments
 
 IMPLEMENTATIONS = {"xla": xla.gated_delta, "reference": reference.gated_delta}
