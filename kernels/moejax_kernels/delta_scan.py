@@ -41,9 +41,9 @@ def _tree(decays, arrays, segments: Segments, state_BHCM, scale, dtype):
     arrays = tuple(tree.lay_out(x_BLa, num_places) for x_BLa in arrays)
     tokens = _Tokens(tree.lay_out(jnp.asarray(segments.ids_BL) >= 0, num_places), None)
     more = num_places // CHUNK - tree.num_chunks
-    route = tuple(jnp.pad(slot_NB, ((0, more), (0, 0)), mode="edge") for slot_NB in tree.route)
-    o_BPHM, states_UBHCM = _scanned(plan, arrays, tree.slots(state_BHCM), tokens, route)
-    return tree.collect(o_BPHM), tree.final(states_UBHCM)
+    source_NB, target_NB = (jnp.pad(slot_NB, ((0, more), (0, 0)), mode="edge") for slot_NB in tree.route)
+    out: Any = _scanned(plan, arrays, tree.slots(state_BHCM), tokens, (source_NB, target_NB))
+    return tree.collect(out[0]), tree.final(out[1])
 
 
 class _Tokens(NamedTuple):

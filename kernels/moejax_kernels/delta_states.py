@@ -58,7 +58,7 @@ class Tree:
     @classmethod
     def build(cls, segments: Segments, chunk: int) -> "Tree":
         index_BL, ids_BL = jnp.asarray(segments.index_BL), jnp.asarray(segments.ids_BL)
-        (B, L), num_segments = index_BL.shape, jnp.shape(segments.ancestor_BUU)[1]
+        (B, L), num_segments = index_BL.shape, jnp.asarray(segments.ancestor_BUU).shape[1]
         number_U, row_B1 = jnp.arange(num_segments), np.arange(B)[:, None]
         length_BU = (index_BL[:, :, None] == number_U).sum(1, dtype=jnp.int32)
         chunks_BU = -(-length_BU // chunk)
