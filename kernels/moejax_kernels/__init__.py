@@ -4,11 +4,13 @@ from moejax_kernels.attention.api import attention
 from moejax_kernels.causal_conv.api import causal_conv
 from moejax_kernels.gated_activation.api import gated_activation
 from moejax_kernels.gated_delta.api import gated_delta
+from moejax_kernels.gated_delta.shards import gated_delta_shard_summary
 from moejax_kernels.grouped_matmul.api import grouped_matmul
 from moejax_kernels.implementation import Implementation, UnsupportedError
 from moejax_kernels.index_kl.api import index_kl
 from moejax_kernels.index_topk.api import index_topk
 from moejax_kernels.kda.api import kda
+from moejax_kernels.kda.shards import kda_shard_summary
 from moejax_kernels.permute.api import permute, unpermute
 from moejax_kernels.permute.plan import RowPlan
 from moejax_kernels.segments import Segments
@@ -23,10 +25,12 @@ __all__ = [
     "causal_conv",
     "gated_activation",
     "gated_delta",
+    "gated_delta_shard_summary",
     "grouped_matmul",
     "index_kl",
     "index_topk",
     "kda",
+    "kda_shard_summary",
     "permute",
     "sparse_attention",
     "unpermute",

@@ -1,9 +1,9 @@
-"""The gated delta rule in chunks of 16 tokens: what KDA and GDN share. Plain XLA; only the state goes from chunk to chunk.
+"""The gated delta rule in chunks of 16 tokens: what KDA and GDN compute for a few chunks, forward and backward. Plain XLA.
 
-Chunked arrays are [N, B, H, t, ...]: N chunks of t = 16 tokens, row, head. A trailing c is C (a decay per channel, KDA) or 1
-(per head, GDN). Source: the WY form of Yang et al. 2024, "Gated Delta Networks", and Kimi Linear 2025, with chunks as short as
-FlashKDA's: on a CPU the quadratic part of longer ones costs more than the scan saves (16: 38k, 32: 32k, 64: 22k tokens/s forward +
-backward, 4 heads of 32, one core of an EPYC Milan).
+Arrays are [N, B, H, t, ...]: N chunks of t = 16 tokens, row, head. A trailing c is C (a decay per channel, KDA) or 1 (per head, GDN).
+Source: the WY form of Yang et al. 2024, "Gated Delta Networks", and Kimi Linear 2025, with chunks as short as FlashKDA's: on a CPU
+the quadratic part of longer ones costs more than the scan saves (16: 38k, 32: 32k, 64: 22k tokens/s forward + backward, 4 heads of
+32, one core of an EPYC Milan).
 """
 
 import dataclasses
@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moejax_kernels import delta_inputs
-from moejax_kernels.implementation import UnsupportedError
-from moejax_kernels.segments import Segments
+from moejax_kernels import delta_states
 
 CHUNK = 16
 AT = np.arange(CHUNK)
@@ -30,7 +28,7 @@ SPLIT = {half: (AT[:, None] // (2 * half) == AT[None] // (2 * half)) & UPPER[hal
 
 @dataclasses.dataclass(frozen=True)
 class Borders:
-    """Documents seen from the chunks. Masks are bool; all True without segments."""
+    """Documents seen from the chunks. Masks are bool; all True without labels."""
 
     same_NB1tt: Any
     """Two tokens of a chunk are of one document."""
@@ -42,62 +40,95 @@ class Borders:
     """One document fills the chunk and reaches it from the left: the state goes through."""
 
     @classmethod
-    def build(cls, segments: Segments | None, num_rows: int, num_chunks: int) -> "Borders":
-        if segments is None:
+    def build(cls, label_NBt, before_NB1) -> "Borders":
+        """From each token's label and that of the token before the chunk, or from None for one document."""
+        if label_NBt is None:
             true = np.ones((1, 1, 1, 1, 1), bool)
             return cls(np.ones((1, 1, 1, CHUNK, CHUNK), bool), true, true, true)
-        label_BL = delta_inputs.labels(segments)
-        label_BL = jnp.pad(label_BL, ((0, 0), (0, num_chunks * CHUNK - label_BL.shape[1])), mode="edge")
-        label_NBt = label_BL.reshape(num_rows, num_chunks, CHUNK).swapaxes(0, 1)
         last_NB1 = label_NBt[:, :, -1:]
-        before_NB1 = jnp.concatenate([label_NBt[:1, :, :1], last_NB1[:-1]])  # an initial state belongs to the row's first token
         same_NBtt = label_NBt[..., :, None] == label_NBt[..., None, :]
         by_token = (label_NBt == before_NB1, label_NBt == last_NB1, last_NB1 == before_NB1)
         return cls(same_NBtt[:, :, None], *(mask_NBt[:, :, None, :, None] for mask_NBt in by_token))
 
 
-def chunked(decays, q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, *, segments: Segments | None, initial_state_BHCM, scale, op: str):
-    """Outputs [B, L, H, M] and the state after the last token.
+def forward(decays, inputs, states, route, borders: Borders):
+    """Outputs of some chunks, the states after them, and what `backward` needs.
 
     Args:
-      decays: function of (q, k, g, borders), chunked, to (kk, qk) [N, B, H, t, t] = sum_c x_ic k_jc exp(g_j+1 + .. + g_i), and the
-        decays from the chunk's start to each token (that one included) and from each token (excluded) to the chunk's end. Anything
-        may stand at pairs of two documents or above the diagonal, as long as it is finite.
+      decays: function of (q, k, g, borders) to (kk, qk) [N, B, H, t, t] = sum_c x_ic k_jc exp(g_j+1 + .. + g_i), and the decays from
+        the chunk's start to each token (that one included) and from each token (excluded) to the chunk's end. Anything may stand at
+        pairs of two documents or above the diagonal; no NaN may come from it.
+      inputs: q, k, v, g, beta; beta with a last dim of 1.
+      states: what `delta_states` reads and writes along `route`.
     """
-    if segments is not None and segments.index_BL is not None:
-        raise UnsupportedError(
-            f"{op}: implementation='xla' takes packed documents, not segments with parents. "
-            f"Pass implementation='reference', or build the segments without parent."
-        )
-    (B, L), dtype = beta_BLH.shape[:2], v_BLHM.dtype
-    num_chunks = -(-L // CHUNK)
-    q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH, state_BHCM = delta_inputs.widen(
-        q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, initial_state_BHCM, scale=scale
-    )
-    inputs = (q_BLHC, k_BLHC, v_BLHM, g_BLHc, beta_BLH[..., None])
-    if segments is not None:
-        inputs = delta_inputs.clear_padding(segments, inputs)
-    q, k, v, g, beta = (_split(x, num_chunks) for x in inputs)
-    borders = Borders.build(segments, B, num_chunks)
+    q_tC, k_tC, v_tM, g_tc, beta_t1 = inputs
+    kk_tt, qk_tt, from_start_tc, to_end_tc = decays(q_tC, k_tC, g_tc, borders)
+    kk_tt = jnp.where(borders.same_NB1tt & STRICT, kk_tt, 0)
+    qk_tt = jnp.where(borders.same_NB1tt & CAUSAL, qk_tt, 0)
+    from_start_tc, to_end_tc, passing_C1 = _at_borders(k_tC, from_start_tc, to_end_tc, borders)
+    solve_tt = inverse(beta_t1 * kk_tt) * _turned(beta_t1)
+    w_tC, u_tM = solve_tt @ (from_start_tc * k_tC), solve_tt @ v_tM
 
-    kk, qk, from_start, to_end = decays(q, k, g, borders)
-    from_start, to_end = jnp.where(borders.enters_NB1t1, from_start, 0), jnp.where(borders.leaves_NB1t1, to_end, 0)
-    passing = jnp.where(borders.passes_NB111, from_start[..., -1:, :], 0).swapaxes(-1, -2)
-    passing = jnp.broadcast_to(passing, (*k.shape[:3], k.shape[-1], 1))
-    solve = inverse(jnp.where(borders.same_NB1tt & STRICT, beta * kk, 0)) * beta.swapaxes(-1, -2)
-    written, state_BHCM, entering = carry_state(solve @ (from_start * k), solve @ v, to_end * k, passing, state_BHCM)
-    o = (from_start * q) @ entering + jnp.where(borders.same_NB1tt & CAUSAL, qk, 0) @ written
-    o_BLHM = o.transpose(1, 0, 3, 2, 4).reshape(B, num_chunks * CHUNK, *v_BLHM.shape[2:])[:, :L]
-    return o_BLHM.astype(dtype), state_BHCM
+    def step(states, chunk):
+        (source, target), w_tC, u_tM, k_tC, passing_C1 = chunk
+        entering_CM = delta_states.read(states, source)
+        written_tM = u_tM - w_tC @ entering_CM
+        states = delta_states.write(states, target, passing_C1 * entering_CM + _turned(k_tC) @ written_tM)
+        return states, (written_tM, entering_CM)
+
+    states, (written_tM, entering_CM) = lax.scan(step, states, (route, w_tC, u_tM, to_end_tc * k_tC, passing_C1))
+    o_tM = (from_start_tc * q_tC) @ entering_CM + qk_tt @ written_tM
+    return o_tM, states, (kk_tt, qk_tt, written_tM, entering_CM)
 
 
-def _split(x_BLHc, num_chunks: int):
-    B, L, H, c = x_BLHc.shape
-    x_BLHc = jnp.pad(x_BLHc, ((0, 0), (0, num_chunks * CHUNK - L), (0, 0), (0, 0)))
-    return x_BLHc.reshape(B, num_chunks, CHUNK, H, c).transpose(1, 0, 3, 2, 4)
+def backward(decays, inputs, saved, do_tM, dstates, route, borders: Borders):
+    """Gradients of the inputs and of the states before the chunks, from those of the outputs and of the states after them."""
+    q_tC, k_tC, v_tM, g_tc, beta_t1 = inputs
+    kk_tt, qk_tt, written_tM, entering_CM = saved
+    (*_, from_start_tc, to_end_tc), pull = jax.vjp(lambda *qkg: decays(*qkg, borders), q_tC, k_tC, g_tc)
+    from_start_tc, to_end_tc, passing_C1 = _at_borders(k_tC, from_start_tc, to_end_tc, borders)
+    inverse_tt = inverse(beta_t1 * kk_tt)
+    solve_tt, from_start_k_tC = inverse_tt * _turned(beta_t1), from_start_tc * k_tC
+
+    def step(dstates, chunk):
+        (source, target), w_tC, k_tC, passing_C1, dwritten_tM, dentering_CM = chunk
+        dleaving_CM, dstates = delta_states.unwrite(dstates, target)
+        du_tM = dwritten_tM + k_tC @ dleaving_CM
+        dentering_CM = dentering_CM + passing_C1 * dleaving_CM - _turned(w_tC) @ du_tM
+        return delta_states.unread(dstates, source, dentering_CM), (du_tM, dleaving_CM)
+
+    chunks = solve_tt @ from_start_k_tC, to_end_tc * k_tC, passing_C1, _turned(qk_tt) @ do_tM, _turned(from_start_tc * q_tC) @ do_tM
+    dstates, (du_tM, dleaving_CM) = lax.scan(step, dstates, (route, *chunks), reverse=True)
+    dw_tC, dfrom_start_q_tC = -(du_tM @ _turned(entering_CM)), do_tM @ _turned(entering_CM)
+    dto_end_k_tC = written_tM @ _turned(dleaving_CM)
+    dfrom_start_k_tC, dv_tM = _turned(solve_tt) @ dw_tC, _turned(solve_tt) @ du_tM
+
+    dsolve_tt = dw_tC @ _turned(from_start_k_tC) + du_tM @ _turned(v_tM)
+    dbeta_t1 = _turned((dsolve_tt * inverse_tt).sum(-2, keepdims=True))
+    dlower_tt = -(_turned(inverse_tt) @ (dsolve_tt * _turned(beta_t1)) @ _turned(inverse_tt))
+    dlower_tt = jnp.where(borders.same_NB1tt & STRICT, dlower_tt, 0)
+    dbeta_t1 += (dlower_tt * kk_tt).sum(-1, keepdims=True)
+    dqk_tt = jnp.where(borders.same_NB1tt & CAUSAL, do_tM @ _turned(written_tM), 0)
+
+    dpassing_1C = _turned(jnp.where(borders.passes_NB111, (entering_CM * dleaving_CM).sum(-1, keepdims=True), 0))
+    dfrom_start_tC = jnp.where(borders.enters_NB1t1, dfrom_start_q_tC * q_tC + dfrom_start_k_tC * k_tC, 0)
+    dfrom_start_tC += jnp.where(AT[:, None] == CHUNK - 1, dpassing_1C, 0)
+    dto_end_tC = jnp.where(borders.leaves_NB1t1, dto_end_k_tC * k_tC, 0)
+    if g_tc.shape[-1] == 1:
+        dfrom_start_tC, dto_end_tC = (x_tC.sum(-1, keepdims=True) for x_tC in (dfrom_start_tC, dto_end_tC))
+    dq_tC, dk_tC, dg_tc = pull((dlower_tt * beta_t1, dqk_tt, dfrom_start_tC, dto_end_tC))
+    dq_tC += dfrom_start_q_tC * from_start_tc
+    dk_tC += dfrom_start_k_tC * from_start_tc + dto_end_k_tC * to_end_tc
+    return (dq_tC, dk_tC, dv_tM, dg_tc, dbeta_t1), dstates
 
 
-@jax.custom_vjp
+def _at_borders(k_tC, from_start_tc, to_end_tc, borders: Borders):
+    """The decays where the incoming state reaches a token, where a token reaches the outgoing one, and from the one to the other."""
+    from_start_tc, to_end_tc = jnp.where(borders.enters_NB1t1, from_start_tc, 0), jnp.where(borders.leaves_NB1t1, to_end_tc, 0)
+    passing_c1 = _turned(jnp.where(borders.passes_NB111, from_start_tc[..., -1:, :], 0))
+    return from_start_tc, to_end_tc, jnp.broadcast_to(passing_c1, (*k_tC.shape[:3], k_tC.shape[-1], 1))
+
+
 def inverse(a_tt):
     """(I + a)^-1 of strictly lower triangular matrices [..., 16, 16].
 
@@ -111,54 +142,5 @@ def inverse(a_tt):
     return r_tt
 
 
-def _inverse_save(a_tt):
-    r_tt = inverse(a_tt)
-    return r_tt, r_tt
-
-
-def _inverse_grad(r_tt, dr_tt):
-    turned_tt = r_tt.swapaxes(-1, -2)
-    return (-(turned_tt @ dr_tt @ turned_tt),)
-
-
-inverse.defvjp(_inverse_save, _inverse_grad)
-
-
-@jax.custom_vjp
-def carry_state(w_tC, u_tM, k_tC, passing_C1, state_BHCM):
-    """The sequential part: `written = u - w S; S <- passing S + k' written` from chunk to chunk.
-
-    Returns:
-      written [N, B, H, t, M], the state after the last chunk, the state at the start of each chunk [N, B, H, C, M].
-    """
-
-    def step(state_CM, chunk):
-        w_tC, u_tM, k_tC, passing_C1 = chunk
-        written_tM = u_tM - w_tC @ state_CM
-        return passing_C1 * state_CM + k_tC.swapaxes(-1, -2) @ written_tM, (written_tM, state_CM)
-
-    final_BHCM, (written_tM, entering_CM) = lax.scan(step, state_BHCM, (w_tC, u_tM, k_tC, passing_C1))
-    return written_tM, final_BHCM, entering_CM
-
-
-def _carry_save(w_tC, u_tM, k_tC, passing_C1, state_BHCM):
-    out = written_tM, _, entering_CM = carry_state(w_tC, u_tM, k_tC, passing_C1, state_BHCM)
-    return out, (w_tC, k_tC, passing_C1, written_tM, entering_CM)
-
-
-def _carry_grads(saved, grads):
-    w_tC, k_tC, passing_C1, written_tM, entering_CM = saved
-    dwritten_tM, dfinal_BHCM, dentering_CM = grads
-
-    def step(dstate_CM, chunk):
-        w_tC, k_tC, passing_C1, dwritten_tM, dentering_CM = chunk
-        du_tM = dwritten_tM + k_tC @ dstate_CM
-        return dentering_CM + passing_C1 * dstate_CM - w_tC.swapaxes(-1, -2) @ du_tM, (du_tM, dstate_CM)
-
-    dstate_BHCM, (du_tM, dleaving_CM) = lax.scan(step, dfinal_BHCM, (w_tC, k_tC, passing_C1, dwritten_tM, dentering_CM), reverse=True)
-    dw_tC = -(du_tM @ entering_CM.swapaxes(-1, -2))
-    dk_tC = written_tM @ dleaving_CM.swapaxes(-1, -2)
-    return dw_tC, du_tM, dk_tC, (entering_CM * dleaving_CM).sum(-1, keepdims=True), dstate_BHCM
-
-
-carry_state.defvjp(_carry_save, _carry_grads)
+def _turned(x):
+    return x.swapaxes(-1, -2)

@@ -36,9 +36,14 @@ def check(op: str, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | Non
         raise ValueError(f"{op}: segments are for {segments.ids_BL.shape} tokens, q has {(B, L)}. Build them from the ids of this batch.")
 
 
+def inside(*arrays):
+    """Dtype of the computation: at least float32."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
 def widen(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *, scale: float | None):
     """Inputs in the dtype of the computation (at least float32), q scaled, q and k repeated for grouped heads, the state made if None."""
-    num_heads, dtype = v_BLHM.shape[2], jnp.promote_types(jnp.result_type(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH), jnp.float32)
+    num_heads, dtype = v_BLHM.shape[2], inside(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH)
     q_BLGC, k_BLGC, v_BLHM, g, beta_BLH = (x.astype(dtype) for x in (q_BLGC, k_BLGC, v_BLHM, g, beta_BLH))
     B, _, G, C = q_BLGC.shape
     q_BLHC, k_BLHC = q_BLGC * (C**-0.5 if scale is None else scale), k_BLGC

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import strategies as st
 from moejax_kernels.causal_conv import cases
 from moejax_kernels.causal_conv.api import causal_conv
-from moejax_kernels.implementation import UnsupportedError
 from moejax_kernels.segments import Segments
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops" / "short_conv.npz"
@@ -101,19 +100,47 @@ def test_a_row_in_two_parts_equals_the_whole_row(implementation):
         np.testing.assert_array_equal(last, want_history)
 
 
-def test_a_tree_of_segments_equals_its_documents_written_out():
-    lengths, parent = (2, 2, 3, 1, 4), {1: 0, 2: 0, 3: 2}
-    ids_L = np.repeat(np.arange(5), lengths)
-    x, weight, history = cases.ConvCase("tree", 1, lengths, 3).arrays(jnp.float32, seed=4)
-    y, last = causal_conv(x, weight, segments=Segments.build(ids_L[None], [parent]), history_B3D=history, implementation="reference")
-    for path in ((0, 1), (0, 2, 3), (4,)):
-        at = np.concatenate([np.flatnonzero(ids_L == number) for number in path])
-        want, want_last = causal_conv(x[:, at], weight, history_B3D=history * (path[0] == 0), implementation="reference")
-        np.testing.assert_allclose(y[:, at], want, rtol=1e-6, atol=1e-6)
-        if path == (4,):
-            np.testing.assert_array_equal(last, want_last)
-    with pytest.raises(UnsupportedError, match="implementation='reference'"):
-        causal_conv(x, weight, segments=Segments.build(ids_L[None], [parent]), implementation="xla")
+TREES = [
+    ((2, 2, 3, 1, 4), {1: 0, 2: 0, 3: 2}),
+    ((-1, 1, 1, 1, 5, -2), {2: 1, 3: 2, 4: 3}),  # the taps of the last one reach through two segments of one token
+    ((5, 1, 2, 4), {1: 0, 2: 0, 3: 0}),  # the row's history ends up in the branches
+]
+
+
+@pytest.mark.parametrize(("lengths", "parent"), TREES, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_tree_of_segments_equals_its_documents_written_out(implementation, lengths, parent):
+    """In float64, values and gradients; the history after the row is that of its last document."""
+    ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(lengths)])
+    with jax.enable_x64(True):
+        inputs = cases.ConvCase("tree", 1, None, 3, length=ids_L.size).arrays("float64", seed=4)
+        cotangents = cotangents_like(inputs)
+        (y, last), grads = run(inputs, Segments.build(ids_L[None], [parent]), cotangents, implementation=implementation)
+        want_grads, seen = [np.zeros(x.shape) for x in inputs], set()
+        for leaf in sorted({number for number, length in enumerate(lengths) if length > 0} - set(parent.values())):
+            path = [leaf]
+            while path[0] in parent:
+                path.insert(0, parent[path[0]])
+            at, owns, ends = np.concatenate([np.flatnonzero(ids_L == number) for number in path]), path[0] == ids_L[0], leaf == max(ids_L)
+            new_L = np.array([ids_L[t] not in seen for t in at])[None, :, None]  # a shared prefix's output counts once
+            seen.update(path)
+            place = np.full(ids_L.size, -1)  # the document, then padding: nothing new to compile
+            place[: at.size] = at
+            cotangent = np.pad(np.where(new_L, np.asarray(cotangents[0])[:, at], 0), ((0, 0), (0, ids_L.size - at.size), (0, 0)))
+            (want, want_last), alone = run(
+                (jnp.asarray(np.asarray(inputs[0])[:, place]), inputs[1], inputs[2] * owns),
+                Segments.build(np.where(place >= 0, 0, -1)[None]),
+                (jnp.asarray(cotangent), cotangents[1] * ends),
+                implementation="reference",
+            )
+            np.testing.assert_allclose(np.asarray(y)[:, at], np.asarray(want)[:, : at.size], rtol=0, atol=1e-13)
+            if ends:
+                np.testing.assert_array_equal(last, want_last)
+            want_grads[0][:, at] += np.asarray(alone[0])[:, : at.size]
+            want_grads[1] += np.asarray(alone[1])
+            want_grads[2] += np.asarray(alone[2]) * owns
+        for ours, theirs in zip(grads, want_grads, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_without_activation_it_is_the_plain_sum():

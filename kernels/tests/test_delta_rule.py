@@ -16,7 +16,6 @@ import pytest
 from hypothesis import strategies as st
 from moejax_kernels.delta_cases import SMALL, DeltaCase
 from moejax_kernels.gated_delta.api import gated_delta
-from moejax_kernels.implementation import UnsupportedError
 from moejax_kernels.kda.api import kda
 from moejax_kernels.segments import Segments
 
@@ -174,27 +173,50 @@ def test_grouped_heads_equal_repeated_ones(variant="kda_reference"):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tree_of_segments_equals_its_documents_written_out(variant="kda_reference"):
-    """1 and 2 go on from 0, 3 from 2, 4 is a document of its own: all of 6 tokens, so that few shapes are compiled."""
-    lengths, parent = (3, 3, 2, 1, 6), {1: 0, 2: 0, 3: 2}
-    ids_L = np.repeat(np.arange(5), lengths)
-    inputs = DeltaCase("tree", 1, lengths, 1, 2, 4, 4).arrays(jnp.float32, seed=5, decay_per_channel=True)
-    cotangents = cotangents_like(inputs)
-    (o, _), grads = compiled(variant)(inputs, Segments.build(ids_L[None], [parent]), (cotangents[0], cotangents[1] * 0))
-    want_grads, seen = [np.zeros(x.shape, np.float32) for x in inputs], set()
-    for path in ((0, 1), (0, 2, 3), (4,)):
-        at, first = np.concatenate([np.flatnonzero(ids_L == number) for number in path]), path[0] == 0
-        new_L = jnp.asarray([ids_L[t] not in seen for t in at])[None, :, None, None]  # a shared prefix's output counts once
-        seen.update(path)
-        written_out = [x[:, at] for x in inputs[:5]] + [inputs[5] * first]
-        cotangent = jnp.where(new_L, cotangents[0][:, at], 0)
-        (want, _), alone = compiled(variant)(written_out, Segments.whole(1, at.size), (cotangent, cotangents[1] * 0))
-        np.testing.assert_allclose(o[:, at], want, rtol=1e-6, atol=1e-6)
-        for total, grad in zip(want_grads[:5], alone[:5], strict=True):
-            total[:, at] += grad
-        want_grads[5] += alone[5] * first
+TREES = {
+    "branches_of_a_short_prefix": ((3, 3, 2, 1, 6), {1: 0, 2: 0, 3: 2}),
+    "padding_and_whole_chunks": ((-2, 16, 3, 32, -5, 40, 7, -3), {3: 1, 5: 3, 6: 1}),
+    "a_chain_of_single_tokens": ((20, 1, 1, 1, 33), {1: 0, 2: 1, 3: 2, 4: 3}),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tree_of_segments_equals_its_documents_written_out(variant, tree):
+    """In float64, values and gradients; the state after the row is that of its last document."""
+    lengths, parent = TREES[tree]
+    ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(lengths)])
+    leaves = {number for number, length in enumerate(lengths) if length > 0} - set(parent.values())
+    with jax.enable_x64(True):
+        case = DeltaCase("tree", 1, None, 1, 2, 4, 4, length=ids_L.size)
+        inputs = case.arrays("float64", seed=5, decay_per_channel=variant.startswith("kda"))
+        cotangents = tuple(x.astype("float64") for x in cotangents_like(inputs))
+        (o, final), grads = compiled(variant)(inputs, Segments.build(ids_L[None], [parent]), cotangents)
+        o, want_grads, seen = np.asarray(o), [np.zeros(x.shape) for x in inputs], set()
+        for leaf in sorted(leaves):
+            path = [leaf]
+            while path[0] in parent:
+                path.insert(0, parent[path[0]])
+            at, owns, ends = np.concatenate([np.flatnonzero(ids_L == number) for number in path]), path[0] == ids_L[0], leaf == max(ids_L)
+            new_L = np.array([ids_L[t] not in seen for t in at])[None, :, None, None]  # a shared prefix's output counts once
+            seen.update(path)
+            place = np.full(ids_L.size, -1)  # the document, then padding: nothing new to compile
+            place[: at.size] = at
+            written_out = [jnp.asarray(np.asarray(x)[:, place]) for x in inputs[:5]] + [inputs[5] * owns]
+            cotangent = np.where(new_L, np.asarray(cotangents[0])[:, at], 0)
+            cotangent = np.pad(cotangent, ((0, 0), (0, ids_L.size - at.size), (0, 0), (0, 0)))
+            ids_BL = np.where(place >= 0, 0, -1)[None]
+            (want, want_final), alone = compiled(f"{variant[:3]}_reference")(
+                written_out, Segments.build(ids_BL), (jnp.asarray(cotangent), cotangents[1] * ends)
+            )
+            np.testing.assert_allclose(o[:, at], np.asarray(want)[:, : at.size], rtol=1e-12, atol=1e-13)
+            if ends:
+                np.testing.assert_allclose(final, want_final, rtol=1e-12, atol=1e-13)
+            for total, grad in zip(want_grads[:5], alone[:5], strict=True):
+                total[:, at] += np.asarray(grad)[:, : at.size]
+            want_grads[5] += np.asarray(alone[5]) * owns
     for ours, theirs in zip(grads, want_grads, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 def with_decay(g, *, decay_per_channel=True):
@@ -259,13 +281,6 @@ def test_it_runs_inside_shard_map_with_checked_types():
 
     segments = jax.tree.map(jnp.asarray, case.segments())
     agree(jax.jit(jax.grad(total))(inputs, segments), jax.jit(jax.grad(lambda *both: loss(*both).sum()))(inputs, segments))
-
-
-@pytest.mark.parametrize("op", [kda, gated_delta])
-def test_a_tree_in_chunks_says_what_works(op):
-    inputs = DeltaCase("tree", 1, (2, 2), 1, 1, 4, 4).arrays(jnp.float32, seed=0, decay_per_channel=op is kda)
-    with pytest.raises(UnsupportedError, match="implementation='reference'"):
-        op(*inputs[:5], segments=Segments.build(np.array([[0, 0, 1, 1]]), [{1: 0}]), implementation="xla")
 
 
 @pytest.mark.parametrize("op", [kda, gated_delta])

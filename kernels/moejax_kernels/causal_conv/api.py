@@ -24,7 +24,7 @@ def causal_conv(
       x_BLD: float array.
       weight_D4: taps per channel; the last one is the current token's.
       segments: packed documents; None: one document a row. Before a document's first token there are zeros, or its parent's last
-        tokens ("reference" only). A padding token outputs 0.
+        tokens. A padding token outputs 0.
       history_B3D: inputs of the three tokens before the row, for the document of the row's first token alone. None: zeros.
       activation: "silu" or None.
       implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
@@ -36,7 +36,6 @@ def causal_conv(
 
     Raises:
       ValueError: shapes that do not fit each other, inputs that are not floating point, an unknown activation.
-      UnsupportedError: "xla" with segments that have parents.
 
     Source: the short convolution of Mamba (Gu and Dao 2023) as in Gated DeltaNet and KDA, arXiv 2412.06464 and 2510.26692.
     """

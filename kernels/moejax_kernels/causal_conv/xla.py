@@ -1,18 +1,13 @@
 """The short convolution as four shifted products, in plain XLA operations."""
 
 import jax.numpy as jnp
+import numpy as np
 
-from moejax_kernels.causal_conv.reference import ACTIVATIONS, TAPS
-from moejax_kernels.implementation import UnsupportedError
+from moejax_kernels.causal_conv.reference import ACTIVATIONS, TAPS, before_slots
 
 
 def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation="silu"):
     """As `reference.causal_conv`."""
-    if segments is not None and segments.index_BL is not None:
-        raise UnsupportedError(
-            "causal_conv: implementation='xla' takes packed documents, not segments with parents. "
-            "Pass implementation='reference', or build the segments without parent."
-        )
     B, L, D = x_BLD.shape
     dtype = jnp.promote_types(jnp.result_type(x_BLD, weight_D4), jnp.float32)
     weight_D4 = weight_D4.astype(dtype)
@@ -25,17 +20,53 @@ def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation
         if segments is not None:
             tap_BLD = jnp.where(_reaches(segments.starts_BL, at_L, n)[..., None], tap_BLD, 0)
         sum_BLD += weight_D4[:, TAPS - 1 - n] * tap_BLD
+    is_tree = segments is not None and segments.index_BL is not None
+    if is_tree:
+        sum_BLD += _from_parents(tape_BPD, weight_D4, segments)
     y_BLD = ACTIVATIONS[activation](sum_BLD).astype(x_BLD.dtype)
     if segments is None:
         return y_BLD, tape_BPD[:, L:]
     real_BL = jnp.asarray(segments.ids_BL) >= 0
-    last_B1 = jnp.where(real_BL, at_L, -1).max(axis=1, keepdims=True)
+    y_BLD, last_B1 = jnp.where(real_BL[..., None], y_BLD, 0), jnp.where(real_BL, at_L, -1).max(axis=1, keepdims=True)
+    if is_tree:
+        slots = _chain(before_slots(segments), last_B1 + TAPS)
+        return y_BLD, jnp.concatenate([_at_slots(tape_BPD, slot_B1) for slot_B1 in slots[::-1]], axis=1)
     start_B1 = jnp.where(last_B1 < 0, 0, jnp.take_along_axis(jnp.asarray(segments.starts_BL), jnp.maximum(last_B1, 0), axis=1))
     back_3 = jnp.arange(TAPS - 1)[::-1]
     kept_B3D = jnp.take_along_axis(tape_BPD, (last_B1 + TAPS - 1 - back_3)[..., None], axis=1)
-    return jnp.where(real_BL[..., None], y_BLD, 0), jnp.where(_reaches(start_B1, last_B1, back_3)[..., None], kept_B3D, 0)
+    return y_BLD, jnp.where(_reaches(start_B1, last_B1, back_3)[..., None], kept_B3D, 0)
 
 
 def _reaches(start, at, n):
-    """Does the n-th token to the left belong to this token's document? What is left of the row belongs to the first one."""
+    """Does the n-th token to the left belong to this token's segment? What is left of the row belongs to the first one."""
     return (at - n >= start) | (start == 0)
+
+
+def _from_parents(tape_BPD, weight_D4, segments):
+    """What the first three tokens of each segment that has a parent take from before it: [B, L, D], zeros elsewhere."""
+    index_BL, previous_BL = jnp.asarray(segments.index_BL), jnp.asarray(segments.previous_BL)
+    (B, L), number_U, row_B1 = index_BL.shape, jnp.arange(jnp.shape(segments.ancestor_BUU)[1]), np.arange(index_BL.shape[0])[:, None]
+    length_BU = (index_BL[:, :, None] == number_U).sum(1, dtype=jnp.int32)
+    start_BU = jnp.minimum(jnp.cumsum(length_BU, axis=1, dtype=jnp.int32) - length_BU, L - 1)
+    length_BU = jnp.where(previous_BL[row_B1, start_BU] >= 0, length_BU, 0)  # nothing to do for a document's first segment
+    before_BP = before_slots(segments)
+    back_BUD = [_at_slots(tape_BPD, slot_BU) for slot_BU in _chain(before_BP, before_BP[row_B1, start_BU + TAPS])]
+    sum_BLD = jnp.zeros((B, L, tape_BPD.shape[2]), weight_D4.dtype)
+    for n in range(TAPS - 1):  # the n-th token of the segment, and its taps that lie before
+        taps_BUD = sum(weight_D4[:, TAPS - 1 - tap] * back_BUD[tap - n - 1].astype(weight_D4.dtype) for tap in range(n + 1, TAPS))
+        at_BU = jnp.where(n < length_BU, start_BU + n, L)
+        sum_BLD = sum_BLD.at[row_B1, at_BU].add(taps_BUD, mode="drop")
+    return sum_BLD
+
+
+def _chain(before_BP, slot_BU):
+    """These slots, then those of the token before, then of the one before that."""
+    slots = [slot_BU]
+    while len(slots) < TAPS - 1:
+        slots.append(jnp.take_along_axis(before_BP, slots[-1], axis=1))
+    return slots
+
+
+def _at_slots(tape_BPD, slot_BU):
+    """Inputs in these slots [B, U, D]; slot 0 holds zeros."""
+    return jnp.where((slot_BU > 0)[..., None], jnp.take_along_axis(tape_BPD, jnp.maximum(slot_BU - 1, 0)[..., None], axis=1), 0)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moejax_kernels import delta_chunks
+from moejax_kernels import delta_scan
 from moejax_kernels.delta_chunks import AT, CAUSAL, CHUNK
 
 # Which tokens' g add up: for the pair (i, j) those after j up to i, then from the chunk's start, then to its end.
@@ -13,7 +13,7 @@ SUMS = np.concatenate([PAIRS.reshape(-1, CHUNK), CAUSAL, ~CAUSAL])
 
 def gated_delta(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, *, segments, initial_state_BHCM, scale):
     """As `reference.gated_delta`."""
-    return delta_chunks.chunked(
+    return delta_scan.chunked(
         decays,
         q_BLGC,
         k_BLGC,
@@ -23,7 +23,6 @@ def gated_delta(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, *, segments, initial_st
         segments=segments,
         initial_state_BHCM=initial_state_BHCM,
         scale=scale,
-        op="gated_delta",
     )
 
 

@@ -29,9 +29,9 @@ class GroupedCase:
         return x_RD, w_EDF, jnp.asarray(self.sizes, jnp.int32), dy_RF
 
 
-def skewed(rows: int, num_groups: int) -> tuple[int, ...]:
+def skewed(rows: int, num_groups: int, *, seed: int = 0) -> tuple[int, ...]:
     """Sizes that sum to `rows`, the largest many times the mean, some empty."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     return tuple(random.multinomial(rows, random.dirichlet(np.full(num_groups, 0.5))).tolist())
 
 

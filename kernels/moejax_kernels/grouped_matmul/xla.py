@@ -1,5 +1,6 @@
 """Grouped matmul as a loop over blocks of rows of one group: the work follows the real rows, not R and not E."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 
 from moejax_kernels.grouped_matmul.varying import vary_alike
 
-MAX_BLOCK = 128
-"""Rows of one block at most. A group's last block is partly empty; a block pays for one read of its weight."""
+BLOCKS = (128, 64, 16)
+"""Rows of a block: the first for all blocks of a group but its last, which is the smallest that holds what is left. A block pays for
+one read of its weight."""
 
 
 def grouped_matmul(x_RD, w_EDF, group_sizes_E):
@@ -36,10 +38,9 @@ _product.defvjp(_save, _grads)
 
 def _rows_times_weights(x_RD, w_EDF, group_sizes_E, *, w_dim: int):
     """Rows times their group's weight, contracted with dim `w_dim` of it (2: the transpose)."""
-    blocks = _blocks(group_sizes_E, x_RD.shape[0])
     inside = jnp.promote_types(x_RD.dtype, jnp.float32)
 
-    def body(number, y_RF):
+    def body(blocks, number, y_RF):
         group, start, member_b = blocks.at(number)
         x_bD = jax.lax.dynamic_slice_in_dim(x_RD, start, blocks.size)
         w_DF = jax.lax.dynamic_index_in_dim(w_EDF, group, keepdims=False)
@@ -50,14 +51,13 @@ def _rows_times_weights(x_RD, w_EDF, group_sizes_E, *, w_dim: int):
         return jax.lax.dynamic_update_slice_in_dim(y_RF, jnp.where(member_b[:, None], y_bF, old_bF), start, 0)
 
     y_RF = jnp.zeros_like(x_RD, shape=(x_RD.shape[0], w_EDF.shape[3 - w_dim]))
-    return jax.lax.fori_loop(0, blocks.num, body, vary_alike(y_RF, x_RD)[0])
+    return _over_blocks(body, vary_alike(y_RF, x_RD)[0], group_sizes_E, x_RD.shape[0])
 
 
 def _weight_grads(x_RD, dy_RF, group_sizes_E, w_EDF):
-    blocks = _blocks(group_sizes_E, x_RD.shape[0])
     inside = jnp.promote_types(x_RD.dtype, jnp.float32)
 
-    def body(number, dw_EDF):
+    def body(blocks, number, dw_EDF):
         group, start, member_b = blocks.at(number)
         x_bD = jnp.where(member_b[:, None], jax.lax.dynamic_slice_in_dim(x_RD, start, blocks.size), 0)
         dy_bF = jnp.where(member_b[:, None], jax.lax.dynamic_slice_in_dim(dy_RF, start, blocks.size), 0)
@@ -66,34 +66,47 @@ def _weight_grads(x_RD, dy_RF, group_sizes_E, w_EDF):
         return jax.lax.dynamic_update_index_in_dim(dw_EDF, old_DF + dw_DF, group, 0)
 
     dw_EDF = vary_alike(jnp.zeros(w_EDF.shape, inside), x_RD)[0]
-    return jax.lax.fori_loop(0, blocks.num, body, dw_EDF).astype(w_EDF.dtype)
+    return _over_blocks(body, dw_EDF, group_sizes_E, x_RD.shape[0]).astype(w_EDF.dtype)
+
+
+def _over_blocks(body, sums, group_sizes_E, num_rows: int):
+    """`sums = body(blocks, number, sums)` for every block, those of one size after the other."""
+    for blocks in _blocks(group_sizes_E, num_rows):
+        sums = jax.lax.fori_loop(0, blocks.block_end_E[-1], functools.partial(body, blocks), sums)
+    return sums
 
 
 class _Blocks(NamedTuple):
-    """Groups cut into blocks of `size` rows; none holds rows of two groups."""
+    """The blocks of one `size`; none holds rows of two groups."""
 
     size: int
-    num: jax.Array
     num_rows: int
     block_end_E: jax.Array
     """Blocks of the groups up to and including e."""
+    num_E: jax.Array
+    first_E: jax.Array
+    """First row of the group's first block of this size."""
     row_end_E: jax.Array
-    group_sizes_E: jax.Array
 
     def at(self, number):
         """Group of a block, where to slice its rows, and which of the sliced rows are its own."""
         group = jnp.searchsorted(self.block_end_E, number, side="right", method="scan_unrolled").astype(jnp.int32)
-        end = self.row_end_E[group]
-        first = end - self.group_sizes_E[group] + (number - self._block_start(group)) * self.size
+        first = self.first_E[group] + (number - self.block_end_E[group] + self.num_E[group]) * self.size
         start = jnp.minimum(first, self.num_rows - self.size)  # near the buffer's end a slice starts earlier
         row_b = start + jnp.arange(self.size, dtype=jnp.int32)
-        return group, start, (row_b >= first) & (row_b < end)
-
-    def _block_start(self, group):
-        return self.block_end_E[group] - -(-self.group_sizes_E[group] // self.size)
+        return group, start, (row_b >= first) & (row_b < self.row_end_E[group])
 
 
-def _blocks(group_sizes_E, num_rows: int) -> _Blocks:
-    size = min(MAX_BLOCK, num_rows)
-    block_end_E = jnp.cumsum(-(-group_sizes_E // size), dtype=jnp.int32)
-    return _Blocks(size, block_end_E[-1], num_rows, block_end_E, jnp.cumsum(group_sizes_E, dtype=jnp.int32), group_sizes_E)
+def _blocks(group_sizes_E, num_rows: int):
+    """Groups cut into blocks, by size."""
+    full = min(BLOCKS[0], num_rows)
+    sizes = [full, *(size for size in BLOCKS if size < full)]
+    row_end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    rest_E = group_sizes_E % full
+    for number, size in enumerate(sizes):
+        smaller = sizes[number + 1] if number + 1 < len(sizes) else 0
+        num_E = ((rest_E > smaller) & (rest_E <= size)).astype(jnp.int32)
+        first_E = row_end_E - rest_E
+        if size == full:
+            num_E, first_E = num_E + group_sizes_E // full, row_end_E - group_sizes_E
+        yield _Blocks(size, num_rows, jnp.cumsum(num_E, dtype=jnp.int32), num_E, first_E, row_end_E)

@@ -29,7 +29,7 @@ def kda(
       g_BLHC: log-decay in nats a token, finite and <= 0.
       beta_BLH: write strength, 0..1 (2 with negative eigenvalues).
       segments: packed documents; None: one document a row. A document starts from a zero state, one with a parent from the state
-        after the parent's last token ("reference" only). A padding token outputs 0 and the state passes it by unchanged.
+        after the parent's last token. A padding token outputs 0 and the state passes it by unchanged.
       initial_state_BHCM: state before the row's first token, for that token's document alone. None: zeros.
       scale: factor of q; None: C**-0.5.
       min_log_decay: promise that no g is below it. From -5 up "xla" takes a form with fewer matmuls, which overflows where the promise
@@ -38,12 +38,11 @@ def kda(
 
     Returns:
       o_BLHM in v's dtype, and final_state_BHCM, the state after the row's last token that is not padding, in the dtype of the
-      computation: float32, or float64 where an input is. "xla" moves about 40 arrays of B*L*H*C forward and backward, and
-      keeps about 12 and one state per 16 tokens in between.
+      computation: float32, or float64 where an input is. "xla" works on blocks that fit a cache and saves, per token and head, the
+      inputs, 32 + M numbers, and a state per 16 tokens.
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.
-      UnsupportedError: "xla" with segments that have parents.
 
     Source: Kimi Linear tech report, arXiv 2510.26692, section 3; the recurrence of fla-org/flash-linear-attention `fla/ops/kda/naive.py`.
     """

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moejax_kernels import delta_chunks
+from moejax_kernels import delta_scan
 from moejax_kernels.delta_chunks import AT, CAUSAL, CHUNK, LEVELS, SPLIT, UPPER
 
 FAST_FORM_LOG_DECAY = -5.0
@@ -23,7 +23,7 @@ SUMS = np.concatenate([*TO_SPLIT.values(), CAUSAL, ~CAUSAL])
 def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments, initial_state_BHCM, scale, min_log_decay):
     """As `reference.kda`. `min_log_decay >= -5` picks the cheaper way to the decays; a g below it then overflows."""
     fast = min_log_decay is not None and min_log_decay >= FAST_FORM_LOG_DECAY
-    return delta_chunks.chunked(
+    return delta_scan.chunked(
         bounded_decays if fast else any_decays,
         q_BLGC,
         k_BLGC,
@@ -33,7 +33,6 @@ def kda(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, *, segments, initial_state_BHC
         segments=segments,
         initial_state_BHCM=initial_state_BHCM,
         scale=scale,
-        op="kda",
     )
 
 
@@ -56,12 +55,28 @@ def any_decays(q_tC, k_tC, g_tC, borders):
 
     Every exponent is a sum of g, never a difference of sums: a strong decay costs no accuracy elsewhere.
     """
+    del borders
     sums_tt = jnp.broadcast_to(jnp.asarray(SUMS, g_tC.dtype), (*g_tC.shape[:3], *SUMS.shape))
     *levels, from_start_tC, to_end_tC = jnp.split(jnp.exp(sums_tt @ g_tC), len(LEVELS) + 2, axis=-2)
-    own_tt = jnp.eye(CHUNK, dtype=bool)
-    kk_tt, qk_tt = 0, jnp.where(own_tt, (q_tC * k_tC).sum(-1, keepdims=True), 0)
+    kk_tt, qk_tt = 0, jnp.where(np.eye(CHUNK, dtype=bool), (q_tC * k_tC).sum(-1, keepdims=True), 0)
     for half, decay_tC in zip(LEVELS, levels, strict=True):
-        key_tC = k_tC * decay_tC
-        kk_tt += jnp.where(SPLIT[half], key_tC @ key_tC.swapaxes(-1, -2), 0)
-        qk_tt += jnp.where(SPLIT[half], (q_tC * decay_tC) @ key_tC.swapaxes(-1, -2), 0)
+        upper_tC = _halves(decay_tC, half, 1)
+        both_tC = jnp.concatenate([_halves(k_tC, half, 1) * upper_tC, _halves(q_tC, half, 1) * upper_tC], axis=-2)
+        pairs_tt = both_tC @ (_halves(k_tC, half, 0) * _halves(decay_tC, half, 0)).swapaxes(-1, -2)
+        kk, qk = jnp.split(pairs_tt, 2, axis=-2)
+        kk_tt, qk_tt = kk_tt + _place(kk, half), qk_tt + _place(qk, half)
     return kk_tt, qk_tt, from_start_tC, to_end_tC
+
+
+def _halves(x_tC, half: int, upper: int):
+    """The 8 tokens of a chunk's lower or upper halves."""
+    *lead, t, C = x_tC.shape
+    return x_tC.reshape(*lead, t // (2 * half), 2, half, C)[..., upper, :, :].reshape(*lead, t // 2, C)
+
+
+def _place(pairs, half: int):
+    """Pairs [.., 8 of the upper halves, 8 of the lower] at their places in [.., t, t], zeros elsewhere."""
+    *lead, rows, _ = pairs.shape
+    num = rows // half
+    mask = SPLIT[half].reshape(num, 2, half, num, 2, half)
+    return jnp.where(mask, pairs.reshape(*lead, num, 1, half, num, 1, half), 0).reshape(*lead, CHUNK, CHUNK)

@@ -1,0 +1,44 @@
+"""What a context shard of Gated DeltaNet hands on."""
+
+from moejax_kernels import delta_inputs, delta_shards
+from moejax_kernels.gated_delta import reference, xla
+from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.segments import Segments
+
+IMPLEMENTATIONS = {"xla": xla.gated_delta, "reference": reference.gated_delta}
+
+
+def gated_delta_shard_summary(
+    k_BLGC,
+    v_BLHM,
+    g_BLH,
+    beta_BLH,
+    *,
+    segments: Segments | None = None,
+    implementation: Implementation | None = None,
+):
+    """What a shard of a row does to the state that enters it: `state after the shard = transition @ state before it + state`.
+
+    Shards of a row are folded from left to right: the state before a shard is the one after its left neighbour where the shard's first
+    token goes on with the neighbour's last document, and 0 where it starts a document; that state is `gated_delta`'s initial_state_BHCM.
+
+    Args:
+      k_BLGC, v_BLHM, g_BLH, beta_BLH: this shard's tokens, as in `gated_delta`.
+      segments: the shard's part of the documents, built from its own ids; None: one document a row. The incoming state belongs to
+        the first token's document alone.
+      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+
+    Returns:
+      transition_BHCC, [to, from], and state_BHCM, the state after the shard from a zero state, in the dtype of the computation: float32,
+      or float64 where an input is. The transition is 0 where the document at the shard's end (padding left out) is not the one at its
+      start, and the identity where the row is nothing but padding. A pass costs what `gated_delta` costs with M + C value channels and no
+      outputs; H*C*(C+M) numbers a row go to the next shard, whatever L is. Differentiable in all inputs.
+
+    Raises:
+      ValueError: shapes that do not fit each other, or inputs that are not floating point.
+
+    Source: Yang et al. 2024, arXiv 2412.06464; context parallelism as in fla-org/flash-linear-attention `fla/ops/cp`.
+    """
+    delta_inputs.check("gated_delta_shard_summary", k_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments, None, decay_per_channel=False)
+    run = choose("gated_delta_shard_summary", implementation, IMPLEMENTATIONS)
+    return delta_shards.summary(run, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments=segments)

@@ -1,0 +1,73 @@
+"""kernels/bench: what is compared gives the same values and gradients, and the report says who is how much faster."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from moejax_kernels.causal_conv.cases import ConvCase
+from moejax_kernels.delta_cases import DeltaCase
+from moejax_kernels.grouped_matmul.cases import GroupedCase
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "bench"))
+    import measure
+    import run
+    import ways
+
+    return measure, ways, run
+
+
+SAME = {
+    "kda": (DeltaCase("tiny", 1, None, 2, 2, 4, 4, length=64), {"ours", "ours, g >= -5", "plain chunks", "scan"}),
+    "gated_delta": (DeltaCase("tiny", 1, None, 2, 2, 4, 4, length=64), {"ours", "plain chunks", "scan"}),
+    "grouped_matmul": (GroupedCase("tiny", 40, 5, 7, (0, 13, 0, 0, 27, 0)), {"ours", "ragged_dot"}),
+    "causal_conv": (ConvCase("tiny", 2, None, 3, length=9), {"ours", "conv_general_dilated"}),
+}
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow if op == "gated_delta" else ()) for op in SAME])
+def test_all_ways_give_the_same(bench, op):
+    case, names = SAME[op]
+    ways = bench[1].WAYS[op](case)
+    assert names <= set(ways)
+    want = None
+    for name in sorted(names):
+        compiled, arguments = ways[name]
+        got = jax.tree.map(np.asarray, compiled(*arguments))
+        want = got if want is None else want
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * max(np.abs(theirs).max(), 1e-3))  # float32, sums of some hundreds
+
+
+def test_the_report_sets_ours_against_the_others_of_its_case(bench):
+    measure, _, run = bench
+    row = lambda case, way, seconds, temporaries: measure.Row("kda", case, way, temporaries, 10, seconds, 2 * seconds)
+    rows = [row("issue", "ours", 1.0, 100), row("issue", "scan", 6.0, 1600), row("other", "ours", 3.0, 7), row("other", "scan", 3.0, 7)]
+    first, second = found = run.ratios(rows)
+    assert (first["case"], first["speed_cpu"], first["speed_wall"], first["temporaries"]) == ("issue", 6.0, 6.0, 16.0)
+    assert first["bars"] == {"speed": 5.0, "temporaries": 8.0}
+    assert (second["case"], second["speed_cpu"], second["bars"]) == ("other", 1.0, {})
+    assert "ours against scan: 6.00 x by CPU time" in run.table(rows, found)
+
+
+def test_rounds_are_interleaved_and_the_best_counts(bench):
+    measure, _, _ = bench
+    calls = []
+
+    class Compiled:
+        def __init__(self, name):
+            self.name = name
+
+        def memory_analysis(self):
+            return type("Memory", (), {"temp_size_in_bytes": 3, "output_size_in_bytes": 4})
+
+        def __call__(self):
+            calls.append(self.name)
+            return np.zeros(1)
+
+    rows = measure.compare("op", "case", {name: (Compiled(name), ()) for name in "ab"}, rounds=2)
+    assert calls == ["a", "b"] * 3
+    assert all(np.isfinite([row.cpu_s, row.wall_s]).all() and row.temporary_bytes == 3 for row in rows)
