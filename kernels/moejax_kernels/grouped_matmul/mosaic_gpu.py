@@ -4,6 +4,10 @@ Grown from JAX's own `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` (jax.exp
 tile begins where its group does, up to the 8 rows of a swizzle, so that few rows per group make few tiles; tiles find their group in a
 table made before the launch, not by walking over all groups; rows beyond the sum of the sizes are a last group whose tiles store
 zeros; rows of other groups are cut out of the weights' gradients by selection, since 0 times what they hold may be NaN.
+
+Launches: one forward, two backward, beside XLA's small ones for the table (16 bytes a tile, saved for backward with the inputs). Each
+weight comes from memory once a pass, as long as 8 tiles of rows stay in the L2 cache. A weight wider than the rows is cast by XLA
+before the launch, once in each direction.
 """
 
 import dataclasses
@@ -39,7 +43,8 @@ class Tiles:
     """Its rows before its group's first; below 8, and 0 but for a group's first tile."""
     count_N: jax.Array
     """Its rows of its group."""
-    start_E: jax.Array
+    start_G: jax.Array
+    """First row of each group, and of the padding."""
     end_E: jax.Array
     rows: int = dataclasses.field(metadata={"static": True})
 
@@ -83,7 +88,7 @@ def _tiles(group_sizes_E, num_rows: int) -> Tiles:
     base_N = base_G[group_N] + (tile_N - (tiles_end_G - tiles_G)[group_N]) * rows
     skip_N = jnp.maximum(start_G[group_N] - base_N, 0)
     count_N = jnp.clip(end_G[group_N] - base_N - skip_N, 0, rows - skip_N)
-    return Tiles(group_N, base_N, skip_N, count_N, start_G[:-1], end_E, rows)
+    return Tiles(group_N, base_N, skip_N, count_N, start_G, end_E, rows)
 
 
 def _columns(width: int) -> int:
@@ -220,7 +225,7 @@ def _grads_of_weights(x_RD, dy_RF, tiles: Tiles, dtype):
             pl.run_scoped(store, plgpu.SMEM((high, wide), dtype=dtype, transforms=_swizzled(dtype)))
 
     out = jax.ShapeDtypeStruct((num_groups, depth, width), dtype)
-    return _kernel(body, out, num_groups * (depth // high) * num_columns)(tiles.start_E, tiles.end_E, x_RD, dy_RF)
+    return _kernel(body, out, num_groups * (depth // high) * num_columns)(tiles.start_G, tiles.end_E, x_RD, dy_RF)
 
 
 def _cut(smem, start, end) -> None:
