@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +29,12 @@ class GroupedCase:
         )
         return x_RD, w_EDF, jnp.asarray(self.sizes, jnp.int32), dy_RF
 
+    def shapes(self, dtype, *, w_dtype=None):
+        """The same without their values."""
+        shape, num_groups = jax.ShapeDtypeStruct, len(self.sizes)
+        x_RD, dy_RF = shape((self.rows, self.width), dtype), shape((self.rows, self.hidden), dtype)
+        return x_RD, shape((num_groups, self.width, self.hidden), w_dtype or dtype), shape((num_groups,), jnp.int32), dy_RF
+
 
 def skewed(rows: int, num_groups: int, *, seed: int = 0) -> tuple[int, ...]:
     """Sizes that sum to `rows`, the largest many times the mean, some empty."""
@@ -47,3 +54,11 @@ MEASURED = (
     GroupedCase("skewed_64", 8192, 256, 512, skewed(8192, 64)),
     GroupedCase("skewed_896", 8192, 256, 512, skewed(8192, 896)),
 )
+REAL = (
+    GroupedCase("kimi_k3_all_experts", 32768, 3584, 3072, skewed(32768, 896)),
+    GroupedCase("kimi_k3_on_64_devices", 131072, 3584, 3072, skewed(100000, 14)),
+    GroupedCase("kimi_linear_on_8_devices", 65536, 2304, 1024, skewed(60000, 32)),
+    GroupedCase("deepseek_v32_on_32_devices", 65536, 7168, 2048, skewed(60000, 8)),
+    GroupedCase("qwen3_next_on_8_devices", 81920, 2048, 512, skewed(80000, 64)),
+)
+"""Rows and experts of one device."""

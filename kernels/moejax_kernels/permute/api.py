@@ -1,12 +1,16 @@
 """Tokens to routed rows and back."""
 
+import jax.numpy as jnp
+
+from moejax_kernels import gpu
 from moejax_kernels.attention.shapes import check
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.permute import reference, xla
 from moejax_kernels.permute.plan import RowPlan
 
-PERMUTE = {"xla": xla.permute, "reference": reference.permute}
-UNPERMUTE = {"xla": xla.unpermute, "reference": reference.unpermute}
+TRITON = "moejax_kernels.permute.triton_gpu"
+PERMUTE = {"triton_gpu": later(TRITON, "permute"), "xla": xla.permute, "reference": reference.permute}
+UNPERMUTE = {"triton_gpu": later(TRITON, "unpermute"), "xla": xla.unpermute, "reference": reference.unpermute}
 
 
 def permute(x_TD, plan: RowPlan, *, implementation: Implementation | None = None):
@@ -15,16 +19,17 @@ def permute(x_TD, plan: RowPlan, *, implementation: Implementation | None = None
     Args:
       x_TD: float array, one row per token.
       plan: which token fills which row.
-      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu", or None for the fastest that runs here. A name never falls back.
 
     Returns:
       x_RD, dtype of x; empty rows are exactly 0. Moves 2*R*D*itemsize bytes forward, (R + T)*D*itemsize backward, without a scatter.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
+      UnsupportedError: the named implementation cannot run these arrays on this device; the message says why.
     """
     check("permute", integer=("source_R", "slot_TK"), x_TD=x_TD, source_R=plan.source_R, slot_TK=plan.slot_TK)
-    return choose("permute", implementation, PERMUTE)(x_TD, plan)
+    return choose("permute", implementation, PERMUTE, why_not={"triton_gpu": _why_no_triton(x_TD=x_TD)})(x_TD, plan)
 
 
 def unpermute(y_RD, plan: RowPlan, probs_TK, *, implementation: Implementation | None = None):
@@ -34,14 +39,24 @@ def unpermute(y_RD, plan: RowPlan, probs_TK, *, implementation: Implementation |
       y_RD: float array of routed rows.
       plan: which token fills which row.
       probs_TK: float weight of each choice; what it holds for a slot of -1 does not matter.
-      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu", or None for the fastest that runs here. A name never falls back.
 
     Returns:
       y_TD, dtype of y, accumulated in float32 (float64 for float64); a token without rows gives exactly 0. Gradients for y_RD and
-      probs_TK. Moves (R + T)*D*itemsize bytes forward.
+      probs_TK. Moves (R + T)*D*itemsize bytes forward, (2*R + T)*D*itemsize backward ("xla": K reads of dy_TD more).
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
+      UnsupportedError: the named implementation cannot run these arrays on this device; the message says why.
     """
     check("unpermute", integer=("source_R", "slot_TK"), y_RD=y_RD, source_R=plan.source_R, slot_TK=plan.slot_TK, probs_TK=probs_TK)
-    return choose("unpermute", implementation, UNPERMUTE)(y_RD, plan, probs_TK)
+    why_not = {"triton_gpu": _why_no_triton(y_RD=y_RD, probs_TK=probs_TK)}
+    return choose("unpermute", implementation, UNPERMUTE, why_not=why_not)(y_RD, plan, probs_TK)
+
+
+def _why_no_triton(**arrays) -> str | None:
+    """As the end of a sentence; None where it runs."""
+    for name, array in arrays.items():
+        if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"sums in float32 and takes float32, bfloat16 or float16, got {name} in {array.dtype}. Pass implementation='xla'."
+    return gpu.why_no_triton()

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,6 +41,13 @@ class PermuteCase:
             for shape in ((self.tokens, self.width), (self.rows, self.width), (self.tokens, self.choices))
         )
 
+    def shapes(self, dtype):
+        """x_TD, y_RD, probs_TK and the plan, without their values; weights are float32, as a router gives them."""
+        shape = jax.ShapeDtypeStruct
+        plan = RowPlan(shape((self.rows,), jnp.int32), shape((self.tokens, self.choices), jnp.int32))
+        y_RD, probs_TK = shape((self.rows, self.width), dtype), shape((self.tokens, self.choices), jnp.float32)
+        return shape((self.tokens, self.width), dtype), y_RD, probs_TK, plan
+
 
 SMALL = (
     PermuteCase("room_to_spare", 7, 3, 30, 5),
@@ -47,3 +55,10 @@ SMALL = (
     PermuteCase("one_token", 1, 1, 1, 3),
 )
 MEASURED = (PermuteCase("small_experts", 2048, 4, 16384, 128), PermuteCase("transformer_engine", 8192, 8, 65536, 512))
+REAL = (
+    PermuteCase("kimi_k3", 8192, 16, 131072, 3584),
+    PermuteCase("kimi_linear", 8192, 8, 65536, 2304),
+    PermuteCase("deepseek_v32", 8192, 8, 65536, 7168),
+    PermuteCase("qwen3_next", 8192, 10, 81920, 2048),
+)
+"""8192 tokens of a device, in the width that goes to the experts."""
