@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 
 import jax
 
@@ -29,6 +30,17 @@ def why_no_triton() -> str | None:
         return f"needs the package {missing[0]}, which is not installed. pip install 'moejax[gpu]', or pass implementation='xla'."
     if not interpreted() and device_kind() is None:
         return f"needs an NVIDIA GPU, and this program is for {_where()}. Pass implementation='xla'."
+    return None
+
+
+def why_no_mosaic() -> str | None:
+    """Why Pallas Mosaic kernels of the Hopper kind cannot run or be compiled here, as the end of a sentence; None if they can."""
+    kind = device_kind()
+    if kind is None or not re.search(r"\bG?H[128]00\b", kind):
+        return (
+            f"needs a Hopper GPU (H100, H200), and this program is for {_where()}. "
+            "Pass implementation='xla', or 'triton_gpu' on other NVIDIA GPUs."
+        )
     return None
 
 

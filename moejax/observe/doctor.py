@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jax
+from moejax_kernels.survey import survey
 
 from moejax.observe.run_folder import installed
 
@@ -38,7 +39,7 @@ class Row:
 
 def examine() -> list[Row]:
     """Looks at everything; starts JAX's devices."""
-    return [_python(), *_packages(), *_machine(), *_gpu(), _cluster()]
+    return [_python(), *_packages(), *_machine(), *_gpu(), _cluster(), *_ops()]
 
 
 def _python() -> Row:
@@ -127,3 +128,13 @@ def _cluster() -> Row:
         needed=False,
         found=f"{', '.join(found)} in the environment" if found else "one; no SLURM, Open MPI or Kubernetes in the environment",
     )
+
+
+def _ops() -> list[Row]:
+    """What each op runs as here, and why not as something faster."""
+    rows = []
+    for op, implementations in survey().items():
+        runs = next(name for name, reason in implementations.items() if reason is None)
+        faster = [f"{name} {reason.partition('. ')[0]}" for name, reason in implementations.items() if reason]
+        rows.append(Row(name=op, ok=True, needed=False, found="; ".join([f"runs as {runs}", *faster])))
+    return rows

@@ -23,7 +23,11 @@ def train(config, folder, **changes):
     config = dataclasses.replace(config, out_dir=str(folder), train=dataclasses.replace(config.train, **changes))
     text = io.StringIO()
     run(config, Console(file=text, width=200))
-    return text.getvalue(), final(folder / config.name), [line["loss_nats"] for line in metrics.read(folder / config.name) if "loss_nats" in line]
+    return (
+        text.getvalue(),
+        final(folder / config.name),
+        [line["loss_nats"] for line in metrics.read(folder / config.name) if "loss_nats" in line],
+    )
 
 
 def final(run_folder):

@@ -207,9 +207,9 @@ def _grads_of_weights(x_RD, dy_RF, tiles: Tiles, dtype):
                         (DEPTH, columns), lambda k: (k, at), delay_release=1, transforms=_swizzled(x_RD.dtype)
                     )
                     own = pl.ds(base, num_rows)  # reaches beyond the rows; the pipeline does not
-                    plgpu.emit_pipeline(
-                        step, grid=(num_steps,), in_specs=[spec(high, at_d), spec(wide, at_f)], max_concurrent_steps=STEPS
-                    )(x_gmem.at[own, :], dy_gmem.at[own, :])
+                    plgpu.emit_pipeline(step, grid=(num_steps,), in_specs=[spec(high, at_d), spec(wide, at_f)], max_concurrent_steps=STEPS)(
+                        x_gmem.at[own, :], dy_gmem.at[own, :]
+                    )
 
                 return total_ref[...]
 

@@ -58,7 +58,15 @@ def _table(
 
 @triton.jit
 def _product_tile(
-    x_ptrs, w_ptrs, depth, D: tl.constexpr, W_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    x_ptrs,
+    w_ptrs,
+    depth,
+    D: tl.constexpr,
+    W_STRIDE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Rows times columns, both given by pointers to their first BK channels."""
     channel = tl.arange(0, BK)
