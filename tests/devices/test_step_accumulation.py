@@ -122,12 +122,39 @@ def test_without_a_label_the_text_teaches_nothing():
     assert all(np.all(grad == 0) for grad in jax.tree.leaves(grads))
 
 
+def padded(batch: Batch, rows: int, length: int) -> Batch:
+    """The same documents with rows below and tokens behind that are padding."""
+    pad = lambda array, value: np.pad(array, ((0, rows), (0, length)), constant_values=value)
+    return Batch.build(pad(batch.tokens_BL, 5), pad(batch.segments.ids_BL, -1))
+
+
 def test_appended_rows_and_tokens_of_padding_change_nothing():
     batch = tiny.batch()
-    pad = lambda array, rows, length, value: np.pad(array, ((0, rows), (0, length)), constant_values=value)
     want = run(ALL, batch)
     for rows, length in ((8, 0), (0, 8)):
-        padded = Batch.build(pad(batch.tokens_BL, rows, length, 5), pad(batch.segments.ids_BL, rows, length, -1))
-        got = run(ALL, padded)
+        got = run(ALL, padded(batch, rows, length))
         same(got, want)
         jax.tree.map(np.testing.assert_array_equal, loads(got[2]), loads(want[2]))
+
+
+@pytest.mark.parametrize(
+    "mixer, losses",
+    [
+        ("mla", dataclasses.replace(ALL, bias_update="none", balance="switch")),
+        pytest.param("gdn", dataclasses.replace(ALL, bias_update="none"), marks=pytest.mark.slow),
+        pytest.param("kda", dataclasses.replace(ALL, bias_update="none", balance="sequence"), marks=pytest.mark.slow),
+        pytest.param("dsa", dataclasses.replace(ALL, bias_update="none", index="sparse"), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_padding_changes_nothing_in_any_mixer_before_a_softmax_router(mixer, losses):
+    config = tiny.model(mixer, precision=tiny.FLOAT64, moe=tiny.moe(score="softmax", correction_bias=False))
+    batch = tiny.batch(4, 12)
+    with jax.enable_x64(True):
+        params = tiny.weights(config)
+        want, got = (tiny.gradients(config, losses, params, each) for each in (batch, padded(batch, 3, 5)))
+    same(got, want)
+    counted = [report.layers["head"]["0"]["load_E"] for _, _, report in (got, want)]
+    np.testing.assert_array_equal(*counted)
+    assert counted[0].sum() == 2 * (batch.segments.ids_BL >= 0).sum()
+    assert all(np.abs(grad).max() > 0 for grad in jax.tree.leaves(want[1])), "a gradient of zero would prove nothing"
