@@ -46,7 +46,8 @@ def _why_no_mosaic(x_RD, w_EDF) -> str | None:
     """As the end of a sentence; None where it runs."""
     kind, (num_rows, width), (num_groups, _, hidden) = gpu.device_kind(), x_RD.shape, w_EDF.shape
     if kind is None or not re.search(r"\bG?H[128]00\b", kind):
-        return f"needs a Hopper GPU (H100, H200), and this program is for {kind or 'no NVIDIA GPU'}. Pass implementation='xla', or 'triton_gpu' on other NVIDIA GPUs."
+        instead = "triton_gpu" if kind else "xla"
+        return f"needs a Hopper GPU (H100, H200), and this program is for {kind or 'none'}. Pass implementation={instead!r}."
     if x_RD.dtype not in (jnp.bfloat16, jnp.float16):
         return f"multiplies bfloat16 or float16, got x_RD in {x_RD.dtype}. Pass implementation='triton_gpu'."
     if width % 64 or hidden % 64 or 0 in (num_groups, width, hidden):
