@@ -37,10 +37,8 @@ def why_no_mosaic() -> str | None:
     """Why Pallas Mosaic kernels of the Hopper kind cannot run or be compiled here, as the end of a sentence; None if they can."""
     kind = device_kind()
     if kind is None or not re.search(r"\bG?H[128]00\b", kind):
-        return (
-            f"needs a Hopper GPU (H100, H200), and this program is for {_where()}. "
-            "Pass implementation='xla', or 'triton_gpu' on other NVIDIA GPUs."
-        )
+        instead = "triton_gpu" if kind else "xla"
+        return f"needs a Hopper GPU (H100, H200), and this program is for {_where()}. Pass implementation={instead!r}."
     return None
 
 

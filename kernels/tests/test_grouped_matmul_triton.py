@@ -38,7 +38,7 @@ def test_what_mosaic_gpu_cannot_run_is_said(monkeypatch, kind, rows, width, dtyp
 
 
 def test_triton_gpu_takes_no_float64():
-    with jax.enable_x64(True), pytest.raises(UnsupportedError, match="triton_gpu accumulates in float32 .* got x_RD in float64"):
+    with jax.enable_x64(True), pytest.raises(UnsupportedError, match=r"triton_gpu accumulates in float32 .* got x_RD in float64"):
         grouped_matmul(
             jnp.zeros((3, 4), jnp.float64), jnp.zeros((1, 4, 5), jnp.float64), jnp.zeros(1, jnp.int32), implementation="triton_gpu"
         )

@@ -136,7 +136,7 @@ def _times_weights(x_RD, w_EDF, tiles: Tiles, *, transposed: bool):
 
                 return total_ref[...]
 
-            total = pl.run_scoped(multiply, plgpu.ACC((rows, columns)))
+            total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns)))
             store = functools.partial(_store_rows, total, y_gmem, base, skip_gmem[tile], count_gmem[tile], column * columns)
             pl.run_scoped(store, plgpu.SMEM((rows, columns), dtype=y_gmem.dtype))
 
@@ -171,7 +171,7 @@ def _store_rows(total, y_gmem, base, skip, count, column, y_smem):
 
 def _swizzled(dtype) -> tuple:
     elements = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(128)
+    return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
 
 def _grads_of_weights(x_RD, dy_RF, tiles: Tiles, dtype):
@@ -213,7 +213,7 @@ def _grads_of_weights(x_RD, dy_RF, tiles: Tiles, dtype):
 
                 return total_ref[...]
 
-            total = pl.run_scoped(multiply, plgpu.ACC((high, wide)))
+            total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((high, wide)))
 
             def store(dw_smem):
                 dw_smem[...] = total.astype(dtype)

@@ -45,8 +45,8 @@ def _table(
     num_tiles = tl.where(group <= E, (end - start + BM - 1) // BM, 0)
     tiles_end = tl.cumsum(num_tiles, axis=0)
     tile = tl.program_id(0) * BT + tl.arange(0, BT)
-    mine = tl.sum((tiles_end[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    own = (group[None, :] == mine[:, None]).to(tl.int32)
+    mine = tl.sum((tl.expand_dims(tiles_end, 0) <= tile[:, None]).to(tl.int32), axis=1)
+    own = (group[None, :] == tl.expand_dims(mine, 1)).to(tl.int32)
     end_of_mine = tl.sum(own * end[None, :], axis=1)
     first = tl.sum(own * (start - BM * (tiles_end - num_tiles))[None, :], axis=1) + BM * tile
     tl.store(tiles_ptr + tile, mine, mask=tile < N)
@@ -187,7 +187,7 @@ def _tiling(x_RD, num_groups: int) -> Tiling:
     if x_RD.dtype == jnp.float32:
         return Tiling(64, 64, 32, num_warps=4, num_stages=2)
     if x_RD.shape[0] // num_groups < 128:  # mostly one tile a group: it is the weight's way from memory that takes the time
-        return Tiling(64, 128, 64, num_warps=4, num_stages=4)
+        return Tiling(64, 128, 64, num_warps=4, num_stages=3)
     return Tiling(128, 128, 64, num_warps=8, num_stages=3)
 
 

@@ -1,6 +1,7 @@
 """Routings for tests, benchmarks and tuning of permute and unpermute."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ class PermuteCase:
 
     def shapes(self, dtype):
         """x_TD, y_RD, probs_TK and the plan, without their values; weights are float32, as a router gives them."""
-        shape = jax.ShapeDtypeStruct
+        shape: Any = jax.ShapeDtypeStruct
         plan = RowPlan(shape((self.rows,), jnp.int32), shape((self.tokens, self.choices), jnp.int32))
         y_RD, probs_TK = shape((self.rows, self.width), dtype), shape((self.tokens, self.choices), jnp.float32)
         return shape((self.tokens, self.width), dtype), y_RD, probs_TK, plan

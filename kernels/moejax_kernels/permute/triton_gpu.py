@@ -1,7 +1,8 @@
 """The way to the routed rows and back on the GPU: one launch each, and one for each gradient.
 
 Every pass reads each routed row once and writes each result once (the way there reads a token once for each of its copies). Sums over
-a token's rows stay in registers, and no pass needs atomics: a routed row belongs to one token at most. Saved for backward: the plan, and for unpermute its own inputs.
+a token's rows stay in registers, and no pass needs atomics: a routed row belongs to one token at most.
+Saved for backward: the plan, and for unpermute its own inputs.
 """
 
 import jax
@@ -39,7 +40,7 @@ def _sum(y_ptr, slot_ptr, probs_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, 
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
-    for k in tl.static_range(K):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64)
         y = tl.load(y_ptr + slot * D + channel, mask=channel < tl.where(slot >= 0, D, 0), other=0.0).to(tl.float32)
         if WEIGHTED:
@@ -73,7 +74,7 @@ def _clear_empty(source_ptr, dy_ptr, first, num_rows, D: tl.constexpr, BR: tl.co
     """Rows that no token fills get 0."""
     row = first + tl.arange(0, BR)
     empty = (row < num_rows) & (tl.load(source_ptr + row, mask=row < num_rows, other=0) < 0)
-    if tl.max(empty.to(tl.int32), axis=0) > 0:
+    if tl.max(empty.to(tl.int32), axis=0) > 0:  # pyright: ignore[reportOperatorIssue]
         for start in range(0, D, BD):
             channel = start + tl.arange(0, BD)
             zero = tl.zeros((BR, BD), dy_ptr.dtype.element_ty)
