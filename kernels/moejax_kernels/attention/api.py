@@ -26,7 +26,8 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
       segments: borders of the documents; None: one document per row.
       window: None, or the number of keys that a query sees: itself and the window-1 tokens before it.
       sinks_H: None, or one logit per head that takes part in the softmax's denominator and has no value (attention sinks).
-      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256, bfloat16 or float32), or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256, bfloat16 or float32), or None for the fastest
+        that runs here. A name never falls back.
 
     Returns:
       o_BLHM, dtype of q; float32 inside (float64 for float64). A token that sees nothing (padding) gives exactly 0, and what lies in

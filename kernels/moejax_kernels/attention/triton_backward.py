@@ -106,14 +106,10 @@ def query_gradients(
     start, full, before, others = stretches(low, tl.max(first, 0), begin + 1, tl.minimum(begin + QUERIES, L), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
-        dq = _keys_tile(
-            dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION
-        )
+        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION)
     for i in range(full):
         at = start + i * KEYS
-        dq = _keys_tile(
-            dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION
-        )
+        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION)
     store_rows(dq_ptr + to_head, begin, dq, SCALE, L, H * (C1 + C2), QUERIES, C1, C2)
 
 
@@ -138,18 +134,16 @@ def _queries_tile(
     M2: tl.constexpr,
     QUERIES: tl.constexpr,
     SCALE: tl.constexpr,
-    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Scores lie with keys down and queries across, so that they are the left factor of both sums."""
     query = start + tl.arange(0, QUERIES)
-    q = load_rows(q_ptr, start, L, H * (C1 + C2), QUERIES, C1, C2, MASKED)
+    q = load_rows(q_ptr, start, L, H * (C1 + C2), QUERIES, C1, C2, True)
     scores = products(k, q, C2, PRECISION)
-    if MASKED:
-        scores = tl.where((query[None, :] >= key[:, None]) & (query[None, :] < last[:, None]), scores, float("-inf"))
+    scores = tl.where((query[None, :] >= key[:, None]) & (query[None, :] < last[:, None]), scores, float("-inf"))
     log_total = tl.load(log_total_ptr + query, mask=query < L, other=0.0)
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[None, :])
-    do = load_rows(do_ptr, start, L, H * (M1 + M2), QUERIES, M1, M2, MASKED)
+    do = load_rows(do_ptr, start, L, H * (M1 + M2), QUERIES, M1, M2, True)
     dv = add_mix(dv, probs.to(do[0].dtype), do, M2, PRECISION)
     delta = tl.load(delta_ptr + query, mask=query < L, other=0.0)
     dscores = probs * (products(v, do, M2, PRECISION) - delta[None, :])
@@ -193,22 +187,16 @@ def key_gradients(
     key = begin + tl.arange(0, KEYS)
     last = last_visible(ends_ptr, row, key, L, WINDOW, PACKED)
     dk, dv = zero_rows(KEYS, C1, C2), zero_rows(KEYS, M1, M2)
-    whole = tl.where(begin + KEYS <= L, tl.min(last, 0), 0)  # queries before it, from the tile's last key on, see the whole tile
-    start, full, before, others = stretches(begin, begin + KEYS - 1, whole, tl.max(last, 0), QUERIES)
+    num_tiles = tl.cdiv(tl.maximum(tl.max(last, 0) - begin, 0), QUERIES)
     for n in range(heads):
         head = (key_head * SPLITS + split) * heads + n
         q_at = q_ptr + (row * L * H + head) * (C1 + C2)
         do_at = do_ptr + (row * L * H + head) * (M1 + M2)
         log_total_at, delta_at = log_total_ptr + (row * H + head) * L, delta_ptr + (row * H + head) * L
-        for i in range(others):
-            at = masked_start(i, begin, start, full, before, QUERIES)
+        for i in range(num_tiles):
+            at = begin + i * QUERIES
             dk, dv = _queries_tile(
-                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, H, C1, C2, M1, M2, QUERIES, SCALE, True, PRECISION
-            )
-        for i in range(full):
-            at = start + i * QUERIES
-            dk, dv = _queries_tile(
-                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, H, C1, C2, M1, M2, QUERIES, SCALE, False, PRECISION
+                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, H, C1, C2, M1, M2, QUERIES, SCALE, PRECISION
             )
     dk_ptr += split.to(tl.int64) * tl.num_programs(2) * L * G * (C1 + C2) + to_k
     dv_ptr += split.to(tl.int64) * tl.num_programs(2) * L * G * (M1 + M2) + to_v

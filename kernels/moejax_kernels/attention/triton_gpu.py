@@ -2,8 +2,8 @@
 
 Forward reads k and v once per tile of queries (mostly from cache) and writes o and one float32 per query and head. Backward has one
 kernel for the queries' gradients, which also sums o * do, and one for those of keys and values: scores are redone in both, 7 products
-of tiles instead of 5, and nothing is added with atomics. Tiles of which no pair is visible are skipped, and only tiles with a pair
-that is not visible mask. Saved for backward: q, k, v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
+of tiles instead of 5, and nothing is added with atomics. Tiles of which no pair is visible are skipped. Tiles of which every pair is
+visible are not masked, but in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k, v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
 
 Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2): online softmax and the two loops of backward.
 """
@@ -40,15 +40,20 @@ class Tile:
 
 
 def tiles(kind: str | None, C: int, M: int, dtype) -> tuple[Tile, Tile, Tile]:
-    """Of forward, query_gradients and key_gradients."""
+    """Of forward, query_gradients and key_gradients: about the largest that the assembler fits into registers without spilling.
+
+    On Hopper and older the sums of gradients lie in registers, 32 keys or queries of 256 channels for each 64 registers of 256 threads;
+    on Blackwell in a memory of their own.
+    """
     wide = max(C, M)
+    ampere, blackwell = "A100" in (kind or ""), "B200" in (kind or "")
     if jnp.dtype(dtype).itemsize == 4:
-        return (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))
+        return Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)
     if wide > 192:
-        return (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1))
+        return Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64 if blackwell else 32, 8, 1)
     if wide > 128:
-        return (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))
-    return (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+        return Tile(128, 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 1)
+    return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1) if blackwell else Tile(64, 64, 8, 1 if ampere else 2)
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):

@@ -10,7 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _part(ptr, first, L: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, AT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+def _part(
+    ptr, first, L: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, AT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr
+):
     row, column = tl.arange(0, ROWS), tl.arange(0, SIZE)
     at = ptr + first.to(tl.int64) * STRIDE + (row[:, None] * STRIDE + (AT + column)[None, :])
     if MASKED:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from moejax_kernels.causal_conv import xla
 from moejax_kernels.causal_conv.reference import TAPS
+
 from moejax_kernels.triton_launch import launch  # isort: skip (before triton)
 import triton
 import triton.language as tl
