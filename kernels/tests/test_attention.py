@@ -164,5 +164,7 @@ def test_bad_inputs_say_what_would_work():
         attention(q, q, q, scale=1.0, segments=Segments.whole(2, 6))
     with pytest.raises(ValueError, match="q_BLHC must hold floats, got int32"):
         attention(q.astype(jnp.int32), q, q, scale=1.0)
-    with pytest.raises(UnsupportedError, match="available are xla, reference"):
+    with pytest.raises(UnsupportedError, match="available are triton_gpu, xla, reference"):
+        attention(q, q, q, scale=1.0, implementation="mosaic_gpu")
+    with pytest.raises(UnsupportedError, match="triton_gpu needs"):  # a package or a GPU that is not here
         attention(q, q, q, scale=1.0, implementation="triton_gpu")

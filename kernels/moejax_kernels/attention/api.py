@@ -1,10 +1,19 @@
 """Softmax attention over packed documents."""
 
+import jax.numpy as jnp
+
+from moejax_kernels import gpu
 from moejax_kernels.attention import reference, xla
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 
-IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.attention.triton_gpu", "attention"),
+    "xla": xla.attention,
+    "reference": reference.attention,
+}
+GPU_WIDTHS = (64, 96, 128, 192, 256)
+GPU_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None, implementation: Implementation | None = None):
@@ -17,15 +26,17 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
       segments: borders of the documents; None: one document per row.
       window: None, or the number of keys that a query sees: itself and the window-1 tokens before it.
       sinks_H: None, or one logit per head that takes part in the softmax's denominator and has no value (attention sinks).
-      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256, bfloat16 or float32), or None for the fastest
+        that runs here. A name never falls back.
 
     Returns:
       o_BLHM, dtype of q; float32 inside (float64 for float64). A token that sees nothing (padding) gives exactly 0, and what lies in
       another document has exactly no influence on values or gradients. "xla" saves its inputs for backward and recomputes blocks of
-      queries; [L, L] exists as a whole only for short rows.
+      queries; [L, L] exists as a whole only for short rows. "triton_gpu" saves its inputs, o and 4 bytes per query and head.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or a window below 1.
+      UnsupportedError: "triton_gpu" without an NVIDIA GPU, with segment trees, or other widths, dtypes or scales than it takes.
 
     Source: Vaswani et al. 2017, section 3.2; sinks as in gpt-oss.
     """
@@ -34,5 +45,21 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
     check_segments("attention", segments, sizes["B"], sizes["L"])
     if window is not None and window < 1:
         raise ValueError(f"attention: window={window} must be at least 1 (1 sees the token itself alone), or None for no window.")
-    run = choose("attention", implementation, IMPLEMENTATIONS)
+    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(q_BLHC, k_BLGC, v_BLGM, scale, segments)}
+    run = choose("attention", implementation, IMPLEMENTATIONS, why_not=why_not)
     return run(q_BLHC, k_BLGC, v_BLGM, scale=scale, segments=segments, window=window, sinks_H=sinks_H)
+
+
+def _why_no_kernel(q_BLHC, k_BLGC, v_BLGM, scale, segments) -> str | None:
+    (*_, C), (*_, M) = q_BLHC.shape, v_BLGM.shape
+    dtypes = [array.dtype for array in (q_BLHC, k_BLGC, v_BLGM)]
+    if segments is not None and segments.index_BL is not None:
+        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
+    if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
+        widths = f"C={C} and M={M} (q is {q_BLHC.shape}, v is {v_BLGM.shape})"
+        return f"needs key and value widths of 64, 96, 128, 192 or 256, got {widths}. Pass implementation='xla'."
+    if dtypes[0] not in GPU_DTYPES or len(set(dtypes)) > 1:
+        return f"needs q, k and v all bfloat16 or all float32, got {', '.join(map(str, dtypes))}. Cast them, or pass implementation='xla'."
+    if not isinstance(scale, int | float) or scale <= 0:
+        return f"needs a positive Python number as scale, got {scale!r}. Pass one, or implementation='xla'."
+    return None

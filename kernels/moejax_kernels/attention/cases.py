@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,6 +50,18 @@ class AttentionCase:
             draw(*at, self.heads, self.value_dim),
         )
 
+    def shapes(self, dtype):
+        """Shapes of q, k, v, sinks or None, and a cotangent of the output."""
+        of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        at = (self.rows, self.length)
+        return (
+            of(*at, self.heads, self.key_dim),
+            of(*at, self.key_heads, self.key_dim),
+            of(*at, self.key_heads, self.value_dim),
+            of(self.heads) if self.has_sinks else None,
+            of(*at, self.heads, self.value_dim),
+        )
+
 
 SMALL = (
     AttentionCase("one_token", 1, (1,), 1, 1, 4, 4),
@@ -63,3 +76,22 @@ MEASURED = (
     AttentionCase("packed_512", 8, (100, 300, 112), 4, 1, 40, 32),
     AttentionCase("window_4096", 1, (4096,), 8, 8, 64, 64, window=256),
 )
+
+REAL = (
+    AttentionCase("qwen3_next", 1, (1500, 2596), 16, 2, 256, 256),
+    AttentionCase("mixtral", 1, (1500, 2596), 32, 8, 128, 128),
+    AttentionCase("deepseek_v32", 1, (1500, 2596), 128, 128, 192, 128),
+    AttentionCase("gpt_oss", 1, (1500, 2596), 64, 8, 64, 64, window=128, has_sinks=True),
+)
+"""Of models; DeepSeek-V3.2 with keys and values of each head written out, as in its dense warm-up."""
+TILED = (
+    AttentionCase("one_token", 1, (1,), 1, 1, 64, 64),
+    AttentionCase("documents_off_the_tiles", 1, (1, 37, -3, 40, -2), 2, 1, 64, 96),
+    AttentionCase("split_widths_and_a_document_over_tiles", 1, (70, 3), 2, 2, 192, 128),
+    AttentionCase("window_shorter_than_a_tile_and_sinks", 1, (5, 66, -1, 9), 2, 1, 64, 64, window=7, has_sinks=True),
+    AttentionCase("window_longer_than_tiles", 1, (120,), 1, 1, 64, 64, window=70),
+    AttentionCase("window_of_one", 1, (40, 3), 1, 1, 64, 64, window=1),
+    AttentionCase("sinks_after_padding", 2, (-33, 31), 1, 1, 64, 64, has_sinks=True),
+    AttentionCase("wide", 1, (20, 15), 2, 1, 256, 256),
+)
+"""Awkward ones of the GPU kernels' widths; a tile of theirs has 32 or 64 tokens in float32."""

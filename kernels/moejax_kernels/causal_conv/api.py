@@ -2,11 +2,17 @@
 
 import jax.numpy as jnp
 
+from moejax_kernels import gpu
 from moejax_kernels.causal_conv import reference, xla
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.segments import Segments
 
-IMPLEMENTATIONS = {"xla": xla.causal_conv, "reference": reference.causal_conv}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.causal_conv.triton_gpu", "causal_conv"),
+    "xla": xla.causal_conv,
+    "reference": reference.causal_conv,
+}
+GPU_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def causal_conv(
@@ -27,15 +33,16 @@ def causal_conv(
         tokens. A padding token outputs 0.
       history_B3D: inputs of the three tokens before the row, for the document of the row's first token alone. None: zeros.
       activation: "silu" or None.
-      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+      implementation: "triton_gpu" (bfloat16 and float32), "xla", "reference", or None for the fastest that runs here. A name never falls back.
 
     Returns:
       y_BLD like x, computed in float32 (float64 where an input is) and rounded once, and history_B3D in x's dtype: the inputs of the
       row's last three tokens that are not padding, 0 where one is not of the last one's document. Moves 2*B*L*D*itemsize bytes
-      forward, about twice that backward.
+      forward, about twice that backward. "triton_gpu" saves its inputs for backward and launches once forward, twice backward.
 
     Raises:
       ValueError: shapes that do not fit each other, inputs that are not floating point, an unknown activation.
+      UnsupportedError: "triton_gpu" with segments that have parents, with another dtype or without an NVIDIA GPU.
 
     Source: the short convolution of Mamba (Gu and Dao 2023) as in Gated DeltaNet and KDA, arXiv 2412.06464 and 2510.26692.
     """
@@ -58,7 +65,8 @@ def causal_conv(
         )
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"causal_conv: activation={activation!r} is unknown; use 'silu' or None.")
-    run = choose("causal_conv", implementation, IMPLEMENTATIONS)
+    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(x_BLD, weight_D4, segments)}
+    run = choose("causal_conv", implementation, IMPLEMENTATIONS, why_not=why_not)
     return run(x_BLD, weight_D4, segments=segments, history_B3D=history_B3D, activation=activation)
 
 
@@ -66,3 +74,14 @@ def _shape(x_BLD):
     if x_BLD.ndim != 3:
         raise ValueError(f"causal_conv: x is [B, L, D], got {x_BLD.shape}.")
     return x_BLD.shape
+
+
+def _why_no_kernel(x_BLD, weight_D4, segments) -> str | None:
+    if segments is not None and segments.index_BL is not None:
+        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
+    if x_BLD.dtype not in GPU_DTYPES or weight_D4.dtype not in GPU_DTYPES:
+        return (
+            f"needs bfloat16 or float32 inputs, got x_BLD {x_BLD.dtype} and weight_D4 {weight_D4.dtype}. "
+            "Cast them, or pass implementation='xla'."
+        )
+    return None

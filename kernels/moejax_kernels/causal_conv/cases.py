@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,6 +40,11 @@ class ConvCase:
         shapes = (self.rows, self.tokens, self.width), (self.width, 4), (self.rows, 3, self.width)
         return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
 
+    def shapes(self, dtype):
+        """Shapes of x, weight and history."""
+        of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        return of(self.rows, self.tokens, self.width), of(self.width, 4), of(self.rows, 3, self.width)
+
 
 SMALL = (
     ConvCase("one_token", 1, (1,), 3),
@@ -56,3 +62,10 @@ MEASURED = (
     ConvCase("issue", 1, None, 1024, length=4096),
 )
 """For benchmarks and tuning."""
+
+REAL = (
+    ConvCase("kimi_k3", 1, (1500, 2596), 96 * 128),
+    ConvCase("kimi_linear", 1, (1500, 2596), 32 * 128),
+    ConvCase("qwen3_next", 1, (1500, 2596), 2 * 16 * 128 + 32 * 128),
+)
+"""Widths of the models' q, k and v (Qwen3-Next: all three side by side)."""

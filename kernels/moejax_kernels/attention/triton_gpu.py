@@ -1,0 +1,169 @@
+"""Attention on GPUs that never holds scores in memory: one launch forward; two backward, three where few key heads leave the GPU idle.
+
+Forward reads k and v once per tile of queries (mostly from cache) and writes o and one float32 per query and head. Backward has one
+kernel for the queries' gradients, which also sums o * do, and one for those of keys and values: scores are redone in both, 7 products
+of tiles instead of 5, and nothing is added with atomics. Tiles of which no pair is visible are skipped. Tiles of which every pair is
+visible are not masked, but in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k, v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
+
+Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2): online softmax and the two loops of backward.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moejax_kernels import gpu
+from moejax_kernels.triton_launch import launch  # isort: skip (before triton)
+import triton
+
+from moejax_kernels.attention import triton_backward, triton_forward
+
+LOG2E = 1.4426950408889634
+ENOUGH_PROGRAMS = 264
+"""Two for each processor of an H200: below it, key_gradients splits the query heads of a key head among programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Queries and keys of one step of a kernel, warps of a program, and steps whose loads are under way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    def launched(self) -> dict[str, int]:
+        return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def tiles(kind: str | None, C: int, M: int, dtype) -> tuple[Tile, Tile, Tile]:
+    """Of forward, query_gradients and key_gradients: about the largest that the assembler fits into registers without spilling.
+
+    On Hopper and older the sums of gradients lie in registers, 32 keys or queries of 256 channels for each 64 registers of 256 threads;
+    on Blackwell in a memory of their own.
+    """
+    wide = max(C, M)
+    ampere, blackwell = "A100" in (kind or ""), "B200" in (kind or "")
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)
+    if wide > 192:
+        return Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64 if blackwell else 32, 8, 1)
+    if wide > 128:
+        return Tile(128, 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 1)
+    return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1) if blackwell else Tile(64, 64, 8, 1 if ampere else 2)
+
+
+def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):
+    borders = None if segments is None else (jnp.asarray(segments.starts_BL), jnp.asarray(segments.ends_BL))
+    return _attend(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, float(scale), window)
+
+
+def _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window):
+    """What all kernels take, and the tiles of each."""
+    L, H, C = q_BLHC.shape[1:]
+    G, M = v_BLGM.shape[2:]
+    (C1, C2), (M1, M2) = _parts(C), _parts(M)
+    constants = {"L": L, "H": H, "G": G, "C1": C1, "C2": C2, "M1": M1, "M2": M2, "SCALE": scale, "WINDOW": min(window or 0, L)}
+    constants |= {"PACKED": borders is not None, "PRECISION": "tf32x3" if q_BLHC.dtype == jnp.float32 else "tf32"}
+    return constants, tiles(gpu.device_kind(), C, M, q_BLHC.dtype)
+
+
+def _parts(width: int) -> tuple[int, int]:
+    first = 1 << (width.bit_length() - 1)
+    return first, width - first
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
+    return _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window)[0]
+
+
+def _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
+    B, L, H, _ = q_BLHC.shape
+    constants, (tile, _, _) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
+    starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders  # not read where there are none
+    o_BLHM, log_total_BHL = launch(
+        triton_forward.forward,
+        q_BLHC,
+        k_BLGC,
+        v_BLGM,
+        q_BLHC if sinks_H is None else sinks_H,
+        starts_BL,
+        ends_BL,
+        out_type=[
+            jax.ShapeDtypeStruct((B, L, H, v_BLGM.shape[3]), q_BLHC.dtype),
+            jax.ShapeDtypeStruct((B, H, L), jnp.float32),
+        ],
+        grid=(triton.cdiv(L, tile.queries), H, B),
+        HAS_SINKS=sinks_H is not None,
+        **constants,
+        **tile.launched(),
+    )
+    return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL)
+
+
+def _grads(scale, window, saved, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL = saved
+    B, L, H, _ = q_BLHC.shape
+    constants, (_, tile, _) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
+    starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders
+    dq_BLHC, delta_BHL = launch(
+        triton_backward.query_gradients,
+        q_BLHC,
+        k_BLGC,
+        v_BLGM,
+        o_BLHM,
+        do_BLHM,
+        log_total_BHL,
+        starts_BL,
+        ends_BL,
+        out_type=[q_BLHC, log_total_BHL],
+        grid=(triton.cdiv(L, tile.queries), H, B),
+        **constants,
+        **tile.launched(),
+    )
+    dk_BLGC, dv_BLGM = _key_gradients(saved, do_BLHM, delta_BHL, scale, window)
+    dsinks_H = None
+    if sinks_H is not None:
+        share_BHL = jnp.exp2(sinks_H.astype(jnp.float32)[:, None] * LOG2E - log_total_BHL)
+        dsinks_H = -jnp.sum(share_BHL * delta_BHL, axis=(0, 2)).astype(sinks_H.dtype)
+    return dq_BLHC, dk_BLGC, dv_BLGM, dsinks_H, None
+
+
+def _key_gradients(saved, do_BLHM, delta_BHL, scale, window):
+    q_BLHC, k_BLGC, v_BLGM, _, borders, _, log_total_BHL = saved
+    B, L, G, _ = k_BLGC.shape
+    constants, (_, _, tile) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
+    num_tiles = triton.cdiv(L, tile.keys)
+    splits = num_splits(num_tiles * G * B, q_BLHC.shape[2] // G)
+    out_dtype = k_BLGC.dtype if splits == 1 else jnp.float32
+    dk_SBLGC, dv_SBLGM = launch(
+        triton_backward.key_gradients,
+        q_BLHC,
+        k_BLGC,
+        v_BLGM,
+        do_BLHM,
+        log_total_BHL,
+        delta_BHL,
+        q_BLHC if borders is None else borders[1],
+        out_type=[jax.ShapeDtypeStruct((splits, *like.shape), out_dtype) for like in (k_BLGC, v_BLGM)],
+        grid=(num_tiles, G * splits, B),
+        SPLITS=splits,
+        **constants,
+        **tile.launched(),
+    )
+    if splits == 1:
+        return dk_SBLGC[0], dv_SBLGM[0]
+    return dk_SBLGC.sum(axis=0).astype(k_BLGC.dtype), dv_SBLGM.sum(axis=0).astype(v_BLGM.dtype)
+
+
+def num_splits(programs: int, heads_per_key: int) -> int:
+    """Parts into which the query heads of a key head are cut, so that there are programs enough."""
+    wanted = math.ceil(ENOUGH_PROGRAMS / programs)
+    return next(parts for parts in range(min(wanted, heads_per_key), heads_per_key + 1) if heads_per_key % parts == 0)
+
+
+_attend.defvjp(_save, _grads)

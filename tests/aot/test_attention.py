@@ -1,0 +1,32 @@
+"""attention compiled for GPUs that are not there: launches and spills."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from moejax_kernels.attention import attention, cases
+
+from moejax.plan import compiled, targets
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.mark.parametrize("case", cases.REAL, ids=str)
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_one_launch_forward_two_backward_and_no_spills(name, case):
+    target = targets.TARGETS[name]
+    call = functools.partial(attention, scale=case.key_dim**-0.5, segments=case.segments(), window=case.window, implementation="triton_gpu")
+
+    def both_ways(q, k, v, sinks, cotangent):
+        o, transpose = jax.vjp(lambda q, k, v, sinks: call(q, k, v, sinks_H=sinks), q, k, v, sinks)
+        return o, transpose(cotangent)
+
+    lowered, program = targets.compile_for(target, both_ways, *case.shapes(jnp.bfloat16))
+    uses = compiled.kernel_uses(lowered, target)
+    assert sorted(use.name for use in uses) == ["forward", "key_gradients", "query_gradients"]
+    assert all(use.spilled_bytes == 0 for use in uses), uses
+    launches = compiled.launches(program)
+    assert launches.pop("triton") == 3
+    # one sum over parts of the query heads of a key head, where those are split; one for the gradient of the sinks
+    assert sum(launches.values()) <= 1 + case.has_sinks, launches
