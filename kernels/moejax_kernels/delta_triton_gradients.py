@@ -1,0 +1,160 @@
+"""The last backward kernels of the delta rule: from the chunks' matrices and states to q, k, g and beta."""
+
+from moejax_kernels import triton_launch as triton_launch  # before triton
+from moejax_kernels.delta_triton_chunk import (
+    LEVELS,
+    T,
+    add_up,
+    borders,
+    column,
+    dot,
+    from_start,
+    grid_tt,
+    labels,
+    past,
+    put_column,
+    put_rows,
+    rows,
+    split_at,
+    tile,
+    to_border,
+    to_end,
+)
+from moejax_kernels.delta_triton_forward import head_decays
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit
+def state_gradients(
+    states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label,
+    L: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Gradients [T, BC] of q and of beta k, decayed from the start, and of k, decayed to the end; [BC] of the state's decay."""
+    dqg, dkb, dkg = tl.zeros([T, BC], tl.float32), tl.zeros([T, BC], tl.float32), tl.zeros([T, BC], tl.float32)
+    dpast = tl.zeros([BC], tl.float32)
+    for m0 in range(0, M, BM):
+        state = tl.load(tile(states_ptr, index, c0, m0, C, M, BC, BM))
+        dqg += dot(rows(do_ptr, b, n, h, m0, label, L, H, M, BM), tl.trans(state), FULL)
+        dkb -= dot(tl.load(tile(dvalue_ptr, index, 0, m0, T, M, T, BM)), tl.trans(state), FULL)
+        dstate = tl.load(tile(dstates_ptr, index, c0, m0, C, M, BC, BM))
+        dkg += dot(tl.load(tile(written_ptr, index, 0, m0, T, M, T, BM)), tl.trans(dstate), FULL)
+        dpast += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
+    return dqg, dkb, dkg, dpast
+
+
+@triton.jit
+def level_gradients(q, k, g, beta, da, dqk, dq, dk, dg, dbeta, HALF: tl.constexpr, FULL: tl.constexpr):
+    """Adds what the pairs of one level give to q (scaled), k, g [T, BC] and beta [T]."""
+    i, j = grid_tt()
+    split = split_at(HALF)
+    decay = tl.exp(add_up(to_border(i, j, HALF), g, FULL))
+    key = k * decay
+    da, dqk = tl.where(split, da, 0.0), tl.where(split, dqk, 0.0)
+    up = dot(da, key, FULL)
+    dbeta += tl.sum(key * up, axis=1)
+    dkey = beta * up + dot(tl.trans(beta * da), key, FULL) + dot(tl.trans(dqk), q * decay, FULL)
+    dquery = dot(dqk, key, FULL)
+    dq += decay * dquery
+    dk += decay * dkey
+    dg += add_up(to_border(j, i, HALF), decay * (k * dkey + q * dquery), FULL)
+    return dq, dk, dg, dbeta
+
+
+@triton.jit
+def channel_gradients(
+    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
+    da_ptr, dqk_ptr, dbeta_written_ptr,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
+    SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
+    BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Per chunk and head, with a decay per channel: gradients of q, k (per value head), g and beta."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    index = bh.to(tl.int64) * N + n
+    i, j = grid_tt()
+    label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
+    beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
+    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T))
+    for c0 in range(0, C, BC):
+        dqg, dkb, dkg, dpast = state_gradients(
+            states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
+        )
+        q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
+        k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
+        g = rows(g_ptr, b, n, h, c0, label, L, H, C, BC)
+        start, end = from_start(g, label, n, FULL, True), to_end(g, label, n, FULL, True)
+        dg = add_up(j >= i, start * (q * dqg + beta * k * dkb), FULL) + add_up(j < i, end * k * dkg, FULL)
+        dg += (dpast * past(g, label, n, BC))[None, :]
+        dbeta += tl.sum(start * k * dkb, axis=1)
+        dq, dk = start * dqg, start * beta * dkb + end * dkg
+        da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32)
+        dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32)
+        own = tl.sum(tl.where(i == j, dqk, 0.0), axis=1)[:, None]
+        dq += own * k
+        dk += own * q
+        for level in tl.static_range(LEVELS):
+            dq, dk, dg, dbeta = level_gradients(q, k, g, beta, da, dqk, dq, dk, dg, dbeta, 2**level, FULL)
+        put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
+        put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
+        put_rows(dg_ptr, tl.where((label >= 0)[:, None], dg, 0.0), b, n, h, c0, L, H, C, BC)
+    put_column(dbeta_ptr, dbeta, b, n, h, L, H)
+
+
+@triton.jit
+def spanning(dsum, FULL: tl.constexpr):
+    """Of each token, the sum of dsum over the pairs (i, j) that have it between them: j < token <= i."""
+    i, j = grid_tt()
+    if FULL:
+        before = tl.dot(dsum, (i < j).to(tl.float32), input_precision="tf32x3")
+    else:
+        before = tl.dot(dsum, (i < j).to(tl.float32), input_precision="tf32")
+    return tl.sum(tl.where(j <= i, before, 0.0), axis=0)
+
+
+@triton.jit
+def head_gradients(
+    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
+    da_ptr, dqk_ptr, dbeta_written_ptr,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
+    SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
+    BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Per chunk and head, with one decay per head: gradients of q, k (per value head), g and beta."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    index = bh.to(tl.int64) * N + n
+    i, j = grid_tt()
+    label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
+    beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
+    g = column(g_ptr, b, n, h, label, L, H)[:, None]
+    start, end = from_start(g, label, n, FULL, False), to_end(g, label, n, FULL, False)
+    decay = head_decays(g, FULL)
+    da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
+    dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
+    kk, qk = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
+    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T))
+    dstart, dend, dwhole = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32), 0.0
+    for c0 in range(0, C, BC):
+        dqg, dkb, dkg, dpast = state_gradients(
+            states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
+        )
+        q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
+        k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
+        kk += dot(k, tl.trans(k), FULL)
+        qk += dot(q, tl.trans(k), FULL)
+        dstart += tl.sum(start * (q * dqg + beta * k * dkb), axis=1)
+        dend += tl.sum(end * k * dkg, axis=1)
+        dwhole += tl.sum(dpast * past(g, label, n, BC), axis=0)
+        dbeta += tl.sum(start * k * dkb, axis=1)
+        dq = start * dqg + dot(dqk, k, FULL)
+        dk = start * beta * dkb + end * dkg + dot(beta * da + tl.trans(beta * da), k, FULL) + dot(tl.trans(dqk), q, FULL)
+        put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
+        put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
+    dbeta += tl.sum(da * kk, axis=1)
+    put_column(dbeta_ptr, dbeta, b, n, h, L, H)
+    dg = spanning(beta * da * kk + dqk * qk, FULL) + dwhole
+    dg += tl.sum(tl.where(j <= i, dstart[:, None], 0.0), axis=0) + tl.sum(tl.where(j > i, dend[:, None], 0.0), axis=0)
+    put_column(dg_ptr, tl.where(label >= 0, dg, 0.0), b, n, h, L, H)
