@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from moejax_kernels import delta_triton_backward as backward
 from moejax_kernels import delta_triton_forward as forward
 from moejax_kernels import delta_triton_gradients as gradients
-from moejax_kernels.delta_triton_chunk import CHUNK
+from moejax_kernels.delta_triton_chunk import CHUNK, choices
 from moejax_kernels.triton_launch import launch
 
 
@@ -54,6 +54,16 @@ class Setup:
         """An array [B, L, num_heads, ...]."""
         return jax.ShapeDtypeStruct((self.rows, self.length, num_heads, *width), dtype or self.dtype)
 
+    def choices(self):
+        """A constant of the program."""
+        return jnp.asarray(choices(), self.dtype)
+
+    def tiles(self, kernel: str, *, key: bool = True) -> dict:
+        """Launch options of a kernel: warps, and the channels it takes at a time."""
+        tiles = TILES[kernel]
+        options = {"num_warps": tiles.warps, "BM": block(self.value_dim, tiles.value)}
+        return options | ({"BC": block(self.key_dim, tiles.key)} if key else {})
+
     def constants(self, *names: str) -> dict:
         """Compile-time constants that the kernels share, by name."""
         every = {
@@ -73,10 +83,30 @@ class Setup:
 
 
 def block(width: int, most: int) -> int:
-    """Widest block of 128, 64 or 32 channels, at most `most`, that divides the width."""
-    return next(size for size in (128, 64, 32) if size <= most and width % size == 0)
+    """Widest block of 128, 64, 32 or 16 channels, at most `most`, that divides the width."""
+    return next(size for size in (128, 64, 32, 16) if size <= most and width % size == 0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How one kernel divides its work: warps per program, and channels at a time, at most."""
+
+    warps: int
+    key: int = 64
+    value: int = 64
+
+
+TILES = {
+    "chunk_matrices": Tiles(warps=8),
+    "carry_state": Tiles(warps=4, value=32),
+    "outputs": Tiles(warps=8, value=128),
+    "replay": Tiles(warps=8),
+    "carry_gradient": Tiles(warps=4, value=32),
+    "matrix_gradients": Tiles(warps=8),
+    "channel_gradients": Tiles(warps=4, key=16),
+    "head_gradients": Tiles(warps=8, key=32),
+}
+"""The widest with which no register is spilled on an A100, H100, H200 or B200."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
 
 
@@ -92,34 +122,29 @@ def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts):
     square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
     inverse, qk, w, u, kg, past = launch(
         forward.chunk_matrices,
-        *(q, k, v, g, beta, ids, starts),
+        *(q, k, v, g, beta, ids, starts, setup.choices()),
         out_type=[square, square, by_key, by_value, by_key, setup.per_chunk(C, dtype="float32")],
         grid=setup.chunk_grid,
-        num_warps=8,
-        BC=block(C, 64),
-        BM=block(M, 64),
+        **setup.tiles("chunk_matrices"),
         **setup.constants(*COMMON),
     )
-    block_m = block(M, 32)
+    tiles = setup.tiles("carry_state", key=False)
     states, written, final = launch(
         forward.carry_state,
         *(w, u, kg, past, past if initial is None else initial),
         out_type=[setup.per_chunk(C, M), by_value, jax.ShapeDtypeStruct((setup.rows, setup.heads, C, M), "float32")],
-        grid=(M // block_m, setup.rows * setup.heads),
-        num_warps=4,
-        BM=block_m,
+        grid=(M // tiles["BM"], setup.rows * setup.heads),
+        **tiles,
         INITIAL=initial is not None,
         **setup.constants("N", "C", "CP", "M", "FULL"),
     )
-    block_m = block(M, 128)
+    tiles = setup.tiles("outputs")
     (o,) = launch(
         forward.outputs,
-        *(q, g, ids, starts, qk, states, written),
+        *(q, g, ids, starts, setup.choices(), qk, states, written),
         out_type=[setup.per_token(setup.heads, M)],
-        grid=(setup.num_chunks, M // block_m, setup.rows * setup.heads),
-        num_warps=8,
-        BC=block(C, 64),
-        BM=block_m,
+        grid=(setup.num_chunks, M // tiles["BM"], setup.rows * setup.heads),
+        **tiles,
         **setup.constants(*COMMON),
     )
     return o, final, (inverse, qk, states)
@@ -144,22 +169,19 @@ def _backward(setup: Setup, saved, cotangents):
     square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
     w, qg, kg, past, written, dwritten = launch(
         backward.replay,
-        *(q, k, v, g, beta, ids, starts, inverse, qk, states, do),
+        *(q, k, v, g, beta, ids, starts, setup.choices(), inverse, qk, states, do),
         out_type=[by_key, by_key, by_key, setup.per_chunk(C, dtype="float32"), by_value, by_value],
         grid=setup.chunk_grid,
-        num_warps=8,
-        BC=block(C, 64),
-        BM=block(M, 64),
+        **setup.tiles("replay"),
         **setup.constants(*COMMON),
     )
-    block_m = block(M, 32)
+    tiles = setup.tiles("carry_gradient", key=False)
     du, dstates, dinitial = launch(
         backward.carry_gradient,
         *(w, qg, kg, past, do, dwritten, dfinal),
         out_type=[by_value, states, jax.ShapeDtypeStruct(dfinal.shape, "float32" if initial is None else initial.dtype)],
-        grid=(M // block_m, setup.rows * H),
-        num_warps=4,
-        BM=block_m,
+        grid=(M // tiles["BM"], setup.rows * H),
+        **tiles,
         **setup.constants("L", "N", "H", "C", "CP", "M", "FULL"),
     )
     da, dqk, dvalue, dv, dbeta = launch(
@@ -167,24 +189,25 @@ def _backward(setup: Setup, saved, cotangents):
         *(v, beta, ids, starts, inverse, written, du, do),
         out_type=[square, square, by_value, v, setup.per_chunk(CHUNK, dtype="float32")],
         grid=setup.chunk_grid,
-        num_warps=8,
-        BM=block(M, 64),
+        **setup.tiles("matrix_gradients", key=False),
         **setup.constants("L", "N", "H", "M", "PACKED", "FULL"),
     )
-    grouped = H != setup.key_heads
+    grouped = setup.key_heads != H
     of_heads = setup.per_token(H, C, dtype="float32" if grouped else setup.dtype)
-    constants = setup.constants(*COMMON)
-    constants.pop("PER_CHANNEL")
+    last = gradients.channel_gradients if setup.per_channel else gradients.head_gradients
+    tiles = setup.tiles(last.__name__)
+    num_blocks = C // tiles["BC"]
     dq, dk, dg, dbeta = launch(
-        gradients.channel_gradients if setup.per_channel else gradients.head_gradients,
-        *(q, k, g, beta, ids, starts, states, dstates, written, dvalue, do, da, dqk, dbeta),
-        out_type=[of_heads, of_heads, g, beta],
-        grid=setup.chunk_grid,
-        num_warps=8,
-        BC=block(C, 32),
-        BM=block(M, 64),
-        **constants,
+        last,
+        *(q, k, g, beta, ids, starts, setup.choices(), states, dstates, written, dvalue, do, da, dqk, dbeta),
+        out_type=[of_heads, of_heads, g, setup.per_chunk(num_blocks, CHUNK, dtype="float32") if setup.per_channel else beta],
+        grid=(num_blocks, *setup.chunk_grid) if setup.per_channel else setup.chunk_grid,
+        **tiles,
+        **setup.constants(*(name for name in COMMON if name != "PER_CHANNEL")),
     )
+    if setup.per_channel:
+        dbeta_BHL = dbeta.sum(3).reshape(setup.rows, H, -1)[..., : setup.length]
+        dbeta = dbeta_BHL.swapaxes(1, 2).astype(beta.dtype)
     if grouped:
         dq, dk = (x.reshape(*q.shape[:3], H // setup.key_heads, C).sum(3).astype(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None

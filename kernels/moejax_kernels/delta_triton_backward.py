@@ -24,7 +24,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def replay(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, inverse_ptr, qk_ptr, states_ptr, do_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr, inverse_ptr, qk_ptr, states_ptr, do_ptr,
     w_ptr, qg_ptr, kg_ptr, past_ptr, written_ptr, dwritten_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, PER_CHANNEL: tl.constexpr, FULL: tl.constexpr,
@@ -40,10 +40,10 @@ def replay(
         q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
         k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
         g = decays(g_ptr, b, n, h, c0, label, L, H, C, BC, PER_CHANNEL)
-        start = from_start(g, label, n, FULL, PER_CHANNEL)
+        start = from_start(choices_ptr, g, label, n, FULL, PER_CHANNEL)
         put(tile(qg_ptr, index, 0, c0, T, C, T, BC), start * q)
         put(tile(w_ptr, index, 0, c0, T, C, T, BC), dot(r, beta * start * k, FULL))
-        put(tile(kg_ptr, index, 0, c0, T, C, T, BC), to_end(g, label, n, FULL, PER_CHANNEL) * k)
+        put(tile(kg_ptr, index, 0, c0, T, C, T, BC), to_end(choices_ptr, g, label, n, FULL, PER_CHANNEL) * k)
         tl.store(past_ptr + index * C + c0 + tl.arange(0, BC), past(g, label, n, BC))
     turned_qk = tl.trans(tl.load(tile(qk_ptr, index, 0, 0, T, T, T, T)))
     for m0 in range(0, M, BM):
@@ -53,7 +53,7 @@ def replay(
             k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
             g = decays(g_ptr, b, n, h, c0, label, L, H, C, BC, PER_CHANNEL)
             state = tl.load(tile(states_ptr, index, c0, m0, C, M, BC, BM))
-            error -= dot(from_start(g, label, n, FULL, PER_CHANNEL) * k, state, FULL)
+            error -= dot(from_start(choices_ptr, g, label, n, FULL, PER_CHANNEL) * k, state, FULL)
         put(tile(written_ptr, index, 0, m0, T, M, T, BM), dot(r, beta * error, FULL))
 
 

@@ -7,12 +7,25 @@ level has j in a lower half and i in the upper half beside it, and measures both
 
 from moejax_kernels import triton_launch as triton_launch  # before triton
 
+import numpy as np  # isort: skip
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 CHUNK = 64
 T = tl.constexpr(CHUNK)
 LEVELS = tl.constexpr(6)
+TO_END, FROM_START = tl.constexpr(6), tl.constexpr(7)
+
+
+
+def choices() -> np.ndarray:
+    """Bool [8, T, T]: which tokens' g add up for a row. Levels 0 to 5: those up to the row in an upper half, those after it in a
+    lower one. TO_END: those after the row; FROM_START: those up to it.
+    """
+    at = np.arange(CHUNK)
+    row, token = at[:, None], at[None, :]
+    levels = [(row >> level == token >> level) & ((row >> level) % 2 == (token <= row)) for level in range(6)]
+    return np.stack([*levels, token > row, token <= row])
 
 
 @triton.jit
@@ -35,13 +48,13 @@ def fine_dot(a, b, FULL: tl.constexpr):
 
 @triton.jit
 def add_up(chosen, x, FULL: tl.constexpr):
-    """Sums of rows of x: `chosen @ x`, where `chosen` holds 0, 1 and -1. Two bfloat16 parts of x carry 16 bits of it."""
+    """Sums of rows of x: `chosen @ x`, where `chosen` holds 0 and 1. Two bfloat16 parts of x carry 16 bits of it."""
     if FULL:
-        return tl.dot(chosen.to(tl.float32), x, input_precision="tf32x3")
+        return tl.dot(chosen, x, input_precision="tf32x3")
     else:
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(chosen.to(tl.bfloat16), low, acc=tl.dot(chosen.to(tl.bfloat16), high))
+        return tl.dot(chosen, low, acc=tl.dot(chosen, high))
 
 
 @triton.jit
@@ -51,16 +64,17 @@ def grid_tt():
 
 
 @triton.jit
-def split_at(HALF: tl.constexpr):
-    """Pairs (i, j) that the level splits: i in an upper half, j in the lower half beside it."""
+def chosen_tokens(choices_ptr, level):
+    """Row i marks the tokens that lie between token i and the level's border; see `choices`."""
     i, j = grid_tt()
-    return (i // (2 * HALF) == j // (2 * HALF)) & (i // HALF % 2 == 1) & (j // HALF % 2 == 0)
+    return tl.load(choices_ptr + level * (T * T) + i * T + j)
 
 
 @triton.jit
-def to_border(row, token, HALF: tl.constexpr):
-    """Tokens between a row and the level's border: up to the row in an upper half, after the row in a lower one."""
-    return (row // HALF == token // HALF) & tl.where(row // HALF % 2 == 1, token <= row, token > row)
+def split_at(level):
+    """Pairs (i, j) that the level splits, halves of 2**level: i in an upper half, j in the lower half beside it."""
+    i, j = grid_tt()
+    return ((j >> level) % 2 == 0) & ((i >> level) == (j >> level) + 1)
 
 
 @triton.jit
@@ -129,28 +143,27 @@ def decays(g_ptr, b, n, h, c0, label, L: tl.constexpr, H: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def through(chosen, g, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
-    """Sums of g over the chosen tokens of each row."""
+def through(choices_ptr, level, g, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """Sums of g over the tokens between each row and the level's border."""
+    chosen = chosen_tokens(choices_ptr, level)
     if PER_CHANNEL:
         return add_up(chosen, g, FULL)
     else:
-        return tl.sum(tl.where(chosen, tl.trans(g), 0.0), axis=1, keep_dims=True)
+        return tl.sum(chosen.to(tl.float32) * tl.trans(g), axis=1, keep_dims=True)
 
 
 @triton.jit
-def from_start(g, label, n, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
+def from_start(choices_ptr, g, label, n, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """Decay from the chunk's start to each token, that one included; 0 where another document lies between."""
-    i, j = grid_tt()
     enters, _, _ = borders(label, n)
-    return tl.where(enters[:, None], tl.exp(through(j <= i, g, FULL, PER_CHANNEL)), 0.0)
+    return tl.where(enters[:, None], tl.exp(through(choices_ptr, FROM_START, g, FULL, PER_CHANNEL)), 0.0)
 
 
 @triton.jit
-def to_end(g, label, n, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
+def to_end(choices_ptr, g, label, n, FULL: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """Decay from each token, that one excluded, to the chunk's end; 0 where another document lies between."""
-    i, j = grid_tt()
     _, leaves, _ = borders(label, n)
-    return tl.where(leaves[:, None], tl.exp(through(j > i, g, FULL, PER_CHANNEL)), 0.0)
+    return tl.where(leaves[:, None], tl.exp(through(choices_ptr, TO_END, g, FULL, PER_CHANNEL)), 0.0)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from moejax_kernels.delta_triton_chunk import (
     LEVELS,
     T,
     add_up,
+    chosen_tokens,
     column,
     decays,
     dot,
@@ -20,7 +21,6 @@ from moejax_kernels.delta_triton_chunk import (
     split_at,
     through,
     tile,
-    to_border,
     to_end,
 )
 
@@ -32,33 +32,31 @@ import triton.language as tl  # isort: skip
 def inverse(a, FULL: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a: doubles the inverted diagonal blocks, as stable as forward substitution."""
     i, j = grid_tt()
-    r = tl.where(i == j, 1.0, 0.0) - tl.where(split_at(1), a, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        r -= fine_dot(r, fine_dot(tl.where(split_at(2**level), a, 0.0), r, FULL), FULL)
+    r = tl.where(i == j, 1.0, 0.0) - tl.where(split_at(0), a, 0.0)
+    for level in range(1, LEVELS):
+        r -= fine_dot(r, fine_dot(tl.where(split_at(level), a, 0.0), r, FULL), FULL)
     return r
 
 
 @triton.jit
-def head_decays(g, FULL: tl.constexpr):
+def head_decays(choices_ptr, g):
     """exp(g_j+1 + .. + g_i) for the pairs i > j of a chunk, 1 elsewhere; g [T, 1]."""
-    i, j = grid_tt()
     sums = tl.zeros([T, T], tl.float32)
-    for level in tl.static_range(LEVELS):
-        rows_t1 = tl.sum(tl.where(to_border(i, j, 2**level), tl.trans(g), 0.0), axis=1, keep_dims=True)
-        columns_1t = tl.sum(tl.where(to_border(j, i, 2**level), g, 0.0), axis=0, keep_dims=True)
-        sums += tl.where(split_at(2**level), rows_t1 + columns_1t, 0.0)
+    for level in range(LEVELS):
+        to_border = through(choices_ptr, level, g, False, False)
+        sums += tl.where(split_at(level), to_border + tl.trans(to_border), 0.0)
     return tl.exp(sums)
 
 
 @triton.jit
-def channel_pairs(q, k, g, kk, qk, FULL: tl.constexpr):
+def channel_pairs(choices_ptr, q, k, g, kk, qk, FULL: tl.constexpr):
     """Adds a block of channels to kk and qk, where every pair of tokens has a decay per channel between them."""
     i, j = grid_tt()
     qk += tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        decay = tl.exp(add_up(to_border(i, j, 2**level), g, FULL))
+    for level in range(LEVELS):
+        decay = tl.exp(add_up(chosen_tokens(choices_ptr, level), g, FULL))
         key = k * decay
-        split = split_at(2**level)
+        split = split_at(level)
         kk += tl.where(split, dot(key, tl.trans(key), FULL), 0.0)
         qk += tl.where(split, dot(q * decay, tl.trans(key), FULL), 0.0)
     return kk, qk
@@ -66,7 +64,7 @@ def channel_pairs(q, k, g, kk, qk, FULL: tl.constexpr):
 
 @triton.jit
 def pair_products(
-    q_ptr, k_ptr, g_ptr, b, n, h, label,
+    q_ptr, k_ptr, g_ptr, choices_ptr, b, n, h, label,
     SCALE: tl.constexpr, L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     BC: tl.constexpr, PER_CHANNEL: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -76,12 +74,12 @@ def pair_products(
         q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
         k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
         if PER_CHANNEL:
-            kk, qk = channel_pairs(q, k, rows(g_ptr, b, n, h, c0, label, L, H, C, BC), kk, qk, FULL)
+            kk, qk = channel_pairs(choices_ptr, q, k, rows(g_ptr, b, n, h, c0, label, L, H, C, BC), kk, qk, FULL)
         else:
             kk += dot(k, tl.trans(k), FULL)
             qk += dot(q, tl.trans(k), FULL)
     if not PER_CHANNEL:
-        decay = head_decays(column(g_ptr, b, n, h, label, L, H)[:, None], FULL)
+        decay = head_decays(choices_ptr, column(g_ptr, b, n, h, label, L, H)[:, None])
         kk *= decay
         qk *= decay
     return kk, qk
@@ -89,7 +87,7 @@ def pair_products(
 
 @triton.jit
 def chunk_matrices(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr,
     inverse_ptr, qk_ptr, w_ptr, u_ptr, kg_ptr, past_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, PER_CHANNEL: tl.constexpr, FULL: tl.constexpr,
@@ -101,7 +99,7 @@ def chunk_matrices(
     i, j = grid_tt()
     label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
     beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
-    kk, qk = pair_products(q_ptr, k_ptr, g_ptr, b, n, h, label, SCALE, L, G, H, C, BC, PER_CHANNEL, FULL)
+    kk, qk = pair_products(q_ptr, k_ptr, g_ptr, choices_ptr, b, n, h, label, SCALE, L, G, H, C, BC, PER_CHANNEL, FULL)
     same = same_document(label)
     put(tile(qk_ptr, index, 0, 0, T, T, T, T), tl.where(same & (j <= i), qk, 0.0))
     r = inverse(tl.where(same & (j < i), beta * kk, 0.0), FULL).to(inverse_ptr.dtype.element_ty)
@@ -109,8 +107,8 @@ def chunk_matrices(
     for c0 in range(0, C, BC):
         k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
         g = decays(g_ptr, b, n, h, c0, label, L, H, C, BC, PER_CHANNEL)
-        put(tile(w_ptr, index, 0, c0, T, C, T, BC), dot(r, beta * from_start(g, label, n, FULL, PER_CHANNEL) * k, FULL))
-        put(tile(kg_ptr, index, 0, c0, T, C, T, BC), to_end(g, label, n, FULL, PER_CHANNEL) * k)
+        put(tile(w_ptr, index, 0, c0, T, C, T, BC), dot(r, beta * from_start(choices_ptr, g, label, n, FULL, PER_CHANNEL) * k, FULL))
+        put(tile(kg_ptr, index, 0, c0, T, C, T, BC), to_end(choices_ptr, g, label, n, FULL, PER_CHANNEL) * k)
         tl.store(past_ptr + index * C + c0 + tl.arange(0, BC), past(g, label, n, BC))
     for m0 in range(0, M, BM):
         put(tile(u_ptr, index, 0, m0, T, M, T, BM), dot(r, beta * rows(v_ptr, b, n, h, m0, label, L, H, M, BM), FULL))
@@ -143,7 +141,7 @@ def carry_state(
 
 @triton.jit
 def outputs(
-    q_ptr, g_ptr, ids_ptr, starts_ptr, qk_ptr, states_ptr, written_ptr, o_ptr,
+    q_ptr, g_ptr, ids_ptr, starts_ptr, choices_ptr, qk_ptr, states_ptr, written_ptr, o_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, PER_CHANNEL: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -157,5 +155,5 @@ def outputs(
         q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
         g = decays(g_ptr, b, n, h, c0, label, L, H, C, BC, PER_CHANNEL)
         state = tl.load(tile(states_ptr, index, c0, m0, C, M, BC, BM))
-        o += dot(from_start(g, label, n, FULL, PER_CHANNEL) * q, state, FULL)
+        o += dot(from_start(choices_ptr, g, label, n, FULL, PER_CHANNEL) * q, state, FULL)
     put_rows(o_ptr, o, b, n, h, m0, L, H, M, BM)

@@ -2,10 +2,12 @@
 
 from moejax_kernels import triton_launch as triton_launch  # before triton
 from moejax_kernels.delta_triton_chunk import (
+    FROM_START,
     LEVELS,
+    TO_END,
     T,
     add_up,
-    borders,
+    chosen_tokens,
     column,
     dot,
     from_start,
@@ -17,7 +19,6 @@ from moejax_kernels.delta_triton_chunk import (
     rows,
     split_at,
     tile,
-    to_border,
     to_end,
 )
 from moejax_kernels.delta_triton_forward import head_decays
@@ -45,62 +46,60 @@ def state_gradients(
 
 
 @triton.jit
-def level_gradients(q, k, g, beta, da, dqk, dq, dk, dg, dbeta, HALF: tl.constexpr, FULL: tl.constexpr):
+def level_gradients(choices_ptr, q, k, g, beta, da_ptr, dqk_ptr, index, dq, dk, dg, dbeta, level, FULL: tl.constexpr):
     """Adds what the pairs of one level give to q (scaled), k, g [T, BC] and beta [T]."""
-    i, j = grid_tt()
-    split = split_at(HALF)
-    decay = tl.exp(add_up(to_border(i, j, HALF), g, FULL))
+    index += level >> 8  # 0, but the compiler must not keep both matrices in registers over the levels
+    split = split_at(level)
+    decay = tl.exp(add_up(chosen_tokens(choices_ptr, level), g, FULL))
     key = k * decay
-    da, dqk = tl.where(split, da, 0.0), tl.where(split, dqk, 0.0)
+    da = tl.where(split, tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)), 0.0)
+    dqk = tl.where(split, tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)), 0.0)
     up = dot(da, key, FULL)
     dbeta += tl.sum(key * up, axis=1)
-    dkey = beta * up + dot(tl.trans(beta * da), key, FULL) + dot(tl.trans(dqk), q * decay, FULL)
+    dkey = beta * up + dot(tl.trans(da), beta * key, FULL) + dot(tl.trans(dqk), q * decay, FULL)
     dquery = dot(dqk, key, FULL)
     dq += decay * dquery
     dk += decay * dkey
-    dg += add_up(to_border(j, i, HALF), decay * (k * dkey + q * dquery), FULL)
+    dg += add_up(tl.trans(chosen_tokens(choices_ptr, level)), decay * (k * dkey + q * dquery), FULL)
     return dq, dk, dg, dbeta
 
 
 @triton.jit
 def channel_gradients(
-    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
     da_ptr, dqk_ptr, dbeta_written_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, with a decay per channel: gradients of q, k (per value head), g and beta."""
-    n, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
+    """Per chunk, head and block of channels, with a decay per channel: gradients of q, k (per value head) and g, shares of beta's."""
+    block, n, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h, c0 = bh // H, bh % H, block * BC
     index = bh.to(tl.int64) * N + n
-    i, j = grid_tt()
     label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
     beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
-    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T))
-    for c0 in range(0, C, BC):
-        dqg, dkb, dkg, dpast = state_gradients(
-            states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
-        )
-        q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
-        k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
-        g = rows(g_ptr, b, n, h, c0, label, L, H, C, BC)
-        start, end = from_start(g, label, n, FULL, True), to_end(g, label, n, FULL, True)
-        dg = add_up(j >= i, start * (q * dqg + beta * k * dkb), FULL) + add_up(j < i, end * k * dkg, FULL)
-        dg += (dpast * past(g, label, n, BC))[None, :]
-        dbeta += tl.sum(start * k * dkb, axis=1)
-        dq, dk = start * dqg, start * beta * dkb + end * dkg
-        da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32)
-        dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32)
-        own = tl.sum(tl.where(i == j, dqk, 0.0), axis=1)[:, None]
-        dq += own * k
-        dk += own * q
-        for level in tl.static_range(LEVELS):
-            dq, dk, dg, dbeta = level_gradients(q, k, g, beta, da, dqk, dq, dk, dg, dbeta, 2**level, FULL)
-        put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
-        put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
-        put_rows(dg_ptr, tl.where((label >= 0)[:, None], dg, 0.0), b, n, h, c0, L, H, C, BC)
-    put_column(dbeta_ptr, dbeta, b, n, h, L, H)
+    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T), mask=tl.arange(0, T) < T * (1 - block), other=0.0)
+    dqg, dkb, dkg, dpast = state_gradients(
+        states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
+    )
+    q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
+    k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
+    g = rows(g_ptr, b, n, h, c0, label, L, H, C, BC)
+    start, end = from_start(choices_ptr, g, label, n, FULL, True), to_end(choices_ptr, g, label, n, FULL, True)
+    dg = add_up(tl.trans(chosen_tokens(choices_ptr, FROM_START)), start * (q * dqg + beta * k * dkb), FULL)
+    dg += add_up(tl.trans(chosen_tokens(choices_ptr, TO_END)), end * k * dkg, FULL)
+    dg += (dpast * past(g, label, n, BC))[None, :]
+    dbeta += tl.sum(start * k * dkb, axis=1)
+    dq, dk = start * dqg, start * beta * dkb + end * dkg
+    own = tl.load(dqk_ptr + index * (T * T) + tl.arange(0, T) * (T + 1)).to(tl.float32)[:, None]
+    dq += own * k
+    dk += own * q
+    for level in range(LEVELS):
+        dq, dk, dg, dbeta = level_gradients(choices_ptr, q, k, g, beta, da_ptr, dqk_ptr, index, dq, dk, dg, dbeta, level, FULL)
+    put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
+    put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
+    put_rows(dg_ptr, tl.where((label >= 0)[:, None], dg, 0.0), b, n, h, c0, L, H, C, BC)
+    tl.store(dbeta_ptr + (index * (C // BC) + block) * T + tl.arange(0, T), dbeta)
 
 
 @triton.jit
@@ -116,7 +115,7 @@ def spanning(dsum, FULL: tl.constexpr):
 
 @triton.jit
 def head_gradients(
-    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
     da_ptr, dqk_ptr, dbeta_written_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
@@ -130,8 +129,8 @@ def head_gradients(
     label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
     beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
     g = column(g_ptr, b, n, h, label, L, H)[:, None]
-    start, end = from_start(g, label, n, FULL, False), to_end(g, label, n, FULL, False)
-    decay = head_decays(g, FULL)
+    start, end = from_start(choices_ptr, g, label, n, FULL, False), to_end(choices_ptr, g, label, n, FULL, False)
+    decay = head_decays(choices_ptr, g)
     da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
     dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
     kk, qk = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
