@@ -64,6 +64,11 @@ class Setup:
         options = {"num_warps": tiles.warps, "BM": block(self.value_dim, tiles.value)}
         return options | ({"BC": block(self.key_dim, tiles.key)} if key else {})
 
+    def per_token_sum(self, shares, dtype):
+        """[B, L, H] from shares [B, H, N, blocks, CHUNK]."""
+        sum_BHL = shares.sum(3).reshape(self.rows, self.heads, -1)[..., : self.length]
+        return sum_BHL.swapaxes(1, 2).astype(dtype)
+
     def constants(self, *names: str) -> dict:
         """Compile-time constants that the kernels share, by name."""
         every = {
@@ -197,17 +202,18 @@ def _backward(setup: Setup, saved, cotangents):
     last = gradients.channel_gradients if setup.per_channel else gradients.head_gradients
     tiles = setup.tiles(last.__name__)
     num_blocks = C // tiles["BC"]
+    shares = setup.per_chunk(num_blocks, CHUNK, dtype="float32")
     dq, dk, dg, dbeta = launch(
         last,
         *(q, k, g, beta, ids, starts, setup.choices(), states, dstates, written, dvalue, do, da, dqk, dbeta),
-        out_type=[of_heads, of_heads, g, setup.per_chunk(num_blocks, CHUNK, dtype="float32") if setup.per_channel else beta],
-        grid=(num_blocks, *setup.chunk_grid) if setup.per_channel else setup.chunk_grid,
+        out_type=[of_heads, of_heads, g if setup.per_channel else shares, shares],
+        grid=(num_blocks, *setup.chunk_grid),
         **tiles,
         **setup.constants(*(name for name in COMMON if name != "PER_CHANNEL")),
     )
-    if setup.per_channel:
-        dbeta_BHL = dbeta.sum(3).reshape(setup.rows, H, -1)[..., : setup.length]
-        dbeta = dbeta_BHL.swapaxes(1, 2).astype(beta.dtype)
+    dbeta = setup.per_token_sum(dbeta, beta.dtype)
+    if not setup.per_channel:
+        dg = setup.per_token_sum(dg, g.dtype)
     if grouped:
         dq, dk = (x.reshape(*q.shape[:3], H // setup.key_heads, C).sum(3).astype(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None

@@ -128,12 +128,6 @@ def column(ptr, b, n, h, label, L: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def put_column(ptr, x, b, n, h, L: tl.constexpr, HEADS: tl.constexpr):
-    at = n * T + tl.arange(0, T)
-    tl.store(ptr + (b.to(tl.int64) * L + at) * HEADS + h, x.to(ptr.dtype.element_ty), mask=at < L)
-
-
-@triton.jit
 def decays(g_ptr, b, n, h, c0, label, L: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """g of a chunk: [T, BC], or [T, 1] where it is per head."""
     if PER_CHANNEL:

@@ -10,11 +10,11 @@ from moejax_kernels.delta_triton_chunk import (
     chosen_tokens,
     column,
     dot,
+    fine_dot,
     from_start,
     grid_tt,
     labels,
     past,
-    put_column,
     put_rows,
     rows,
     split_at,
@@ -106,10 +106,7 @@ def channel_gradients(
 def spanning(dsum, FULL: tl.constexpr):
     """Of each token, the sum of dsum over the pairs (i, j) that have it between them: j < token <= i."""
     i, j = grid_tt()
-    if FULL:
-        before = tl.dot(dsum, (i < j).to(tl.float32), input_precision="tf32x3")
-    else:
-        before = tl.dot(dsum, (i < j).to(tl.float32), input_precision="tf32")
+    before = fine_dot(dsum, (i < j).to(tl.float32), FULL)
     return tl.sum(tl.where(j <= i, before, 0.0), axis=0)
 
 
@@ -121,39 +118,38 @@ def head_gradients(
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, with one decay per head: gradients of q, k (per value head), g and beta."""
-    n, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
+    """Per chunk, head and block of channels, with one decay per head: gradients of q, k (per value head), shares of g's and beta's."""
+    block, n, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h, c0 = bh // H, bh % H, block * BC
     index = bh.to(tl.int64) * N + n
     i, j = grid_tt()
     label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
     beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
     g = column(g_ptr, b, n, h, label, L, H)[:, None]
     start, end = from_start(choices_ptr, g, label, n, FULL, False), to_end(choices_ptr, g, label, n, FULL, False)
+    dqg, dkb, dkg, dpast = state_gradients(
+        states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
+    )
+    q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
+    k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
+    dstart = tl.sum(start * (q * dqg + beta * k * dkb), axis=1, keep_dims=True)
+    dend = tl.sum(end * k * dkg, axis=1, keep_dims=True)
+    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T), mask=tl.arange(0, T) < T * (1 - block), other=0.0)
+    dbeta += tl.sum(start * k * dkb, axis=1)
+    dg = tl.sum(tl.where(j <= i, dstart, 0.0), axis=0) + tl.sum(tl.where(j > i, dend, 0.0), axis=0)
+    dg += tl.sum(dpast * past(g, label, n, BC), axis=0)
     decay = head_decays(choices_ptr, g)
-    da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
     dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
-    kk, qk = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
-    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T))
-    dstart, dend, dwhole = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32), 0.0
-    for c0 in range(0, C, BC):
-        dqg, dkb, dkg, dpast = state_gradients(
-            states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr, index, b, n, h, c0, label, L, H, C, M, BC, BM, FULL
-        )
-        q = rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE
-        k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
-        kk += dot(k, tl.trans(k), FULL)
-        qk += dot(q, tl.trans(k), FULL)
-        dstart += tl.sum(start * (q * dqg + beta * k * dkb), axis=1)
-        dend += tl.sum(end * k * dkg, axis=1)
-        dwhole += tl.sum(dpast * past(g, label, n, BC), axis=0)
-        dbeta += tl.sum(start * k * dkb, axis=1)
-        dq = start * dqg + dot(dqk, k, FULL)
-        dk = start * beta * dkb + end * dkg + dot(beta * da + tl.trans(beta * da), k, FULL) + dot(tl.trans(dqk), q, FULL)
-        put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
-        put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
-    dbeta += tl.sum(da * kk, axis=1)
-    put_column(dbeta_ptr, dbeta, b, n, h, L, H)
-    dg = spanning(beta * da * kk + dqk * qk, FULL) + dwhole
-    dg += tl.sum(tl.where(j <= i, dstart[:, None], 0.0), axis=0) + tl.sum(tl.where(j > i, dend[:, None], 0.0), axis=0)
-    put_column(dg_ptr, tl.where(label >= 0, dg, 0.0), b, n, h, L, H)
+    dq = start * dqg + dot(dqk, k, FULL)
+    dk = start * beta * dkb + end * dkg + dot(tl.trans(dqk), q, FULL)
+    dg += spanning(dqk * dot(q, tl.trans(k), FULL), FULL)
+    da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
+    dk += beta * dot(da, k, FULL) + dot(tl.trans(da), beta * k, FULL)
+    dsum = da * dot(k, tl.trans(k), FULL)
+    dbeta += tl.sum(dsum, axis=1)
+    dg += spanning(beta * dsum, FULL)
+    put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
+    put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
+    share = (index * (C // BC) + block) * T + tl.arange(0, T)
+    tl.store(dbeta_ptr + share, dbeta)
+    tl.store(dg_ptr + share, tl.where(label >= 0, dg, 0.0))
