@@ -17,7 +17,6 @@ LEVELS = tl.constexpr(6)
 TO_END, FROM_START = tl.constexpr(6), tl.constexpr(7)
 
 
-
 def choices() -> np.ndarray:
     """Bool [8, T, T]: which tokens' g add up for a row. Levels 0 to 5: those up to the row in an upper half, those after it in a
     lower one. TO_END: those after the row; FROM_START: those up to it.
@@ -40,10 +39,7 @@ def dot(a, b, FULL: tl.constexpr):
 @triton.jit
 def fine_dot(a, b, FULL: tl.constexpr):
     """For the inverse of a chunk's matrix, whose roundings add up over the levels."""
-    if FULL:
-        return tl.dot(a, b, input_precision="tf32x3")
-    else:
-        return tl.dot(a, b, input_precision="tf32")
+    return tl.dot(a, b, input_precision="tf32x3" if FULL else "tf32")
 
 
 @triton.jit
