@@ -123,10 +123,9 @@ def carry_state(
     """From chunk to chunk, per head and block of value channels: `written = u - w S; S <- past S + kg' written`."""
     m0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CP)
+    state = tl.zeros([CP, BM], tl.float32)
     if INITIAL:
         state = tl.load(tile(initial_ptr, bh, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0).to(tl.float32)
-    else:
-        state = tl.zeros([CP, BM], tl.float32)
     for n in range(N):
         index = bh * N + n
         tl.store(tile(states_ptr, index, 0, m0, C, M, CP, BM), state.to(states_ptr.dtype.element_ty), mask=(c < C)[:, None])
