@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,6 +48,14 @@ class DeltaCase:
         g = -(5.0 if self.strong else 0.2) * random.uniform(size=(B, L, H, self.key_dim) if decay_per_channel else (B, L, H))
         q_BLGC, k_BLGC = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q_BLGC, k_BLGC))
         return tuple(jnp.asarray(x, dtype) for x in (q_BLGC, k_BLGC, v_BLHM, g, random.uniform(size=(B, L, H)), state_BHCM))
+
+    def shapes(self, dtype, *, decay_per_channel: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of q, k, v, g and beta as a model hands them over: g in float32."""
+        B, L, H = self.rows, self.tokens, self.heads
+        like = jax.ShapeDtypeStruct
+        keys = like((B, L, self.key_heads, self.key_dim), dtype)
+        g = like((B, L, H, self.key_dim) if decay_per_channel else (B, L, H), jnp.float32)
+        return keys, keys, like((B, L, H, self.value_dim), dtype), g, like((B, L, H), dtype)
 
 
 SMALL = (

@@ -41,6 +41,28 @@ def inside(*arrays):
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+GPU_WIDTHS = (64, 96, 128, 192, 256)
+
+
+def why_not_triton(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | None) -> str | None:
+    """Why the Triton kernels cannot take these inputs, as the end of a sentence; None if they can."""
+    C, M = q_BLGC.shape[-1], v_BLHM.shape[-1]
+    if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
+        return (
+            f"needs widths of 64, 96, 128, 192 or 256, got C={C} (q is {q_BLGC.shape}) and M={M} (v is {v_BLHM.shape}). "
+            "Pass implementation='xla'."
+        )
+    dtypes = [x.dtype.name for x in (q_BLGC, k_BLGC, v_BLHM)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in ("bfloat16", "float32") or "float64" in (g.dtype.name, beta_BLH.dtype.name):
+        return (
+            f"needs q, k and v all in bfloat16 or all in float32, and g and beta no wider, got q, k, v {', '.join(dtypes)}, "
+            f"g {g.dtype.name}, beta {beta_BLH.dtype.name}. Cast them, or pass implementation='xla'."
+        )
+    if segments is not None and segments.index_BL is not None:
+        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
+    return None
+
+
 def widen(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *, scale: float | None):
     """Inputs in the dtype of the computation (at least float32), q scaled, q and k repeated for grouped heads, the state made if None."""
     num_heads, dtype = v_BLHM.shape[2], inside(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH)

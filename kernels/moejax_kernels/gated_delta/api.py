@@ -1,11 +1,15 @@
 """Public Gated DeltaNet."""
 
-from moejax_kernels import delta_inputs
+from moejax_kernels import delta_inputs, gpu
 from moejax_kernels.gated_delta import reference, xla
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.segments import Segments
 
-IMPLEMENTATIONS = {"xla": xla.gated_delta, "reference": reference.gated_delta}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.gated_delta.triton_gpu", "gated_delta"),
+    "xla": xla.gated_delta,
+    "reference": reference.gated_delta,
+}
 
 
 def gated_delta(
@@ -31,18 +35,22 @@ def gated_delta(
         after the parent's last token. A padding token outputs 0 and the state passes it by unchanged.
       initial_state_BHCM: state before the row's first token, for that token's document alone. None: zeros.
       scale: factor of q; None: C**-0.5.
-      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+      implementation: "triton_gpu" (widths 64, 96, 128, 192, 256; q, k, v in bfloat16 or float32), "xla", "reference", or None for the
+        fastest that runs here. A name never falls back.
 
     Returns:
       o_BLHM in v's dtype, and final_state_BHCM, the state after the row's last token that is not padding, in the dtype of the
       computation: float32, or float64 where an input is. "xla" works on blocks that fit a cache and saves, per token and head, the
-      inputs, 32 + M numbers, and a state per 16 tokens.
+      inputs, 32 + M numbers, and a state per 16 tokens. "triton_gpu" keeps, beside the inputs, two 64 x 64 matrices and one state
+      per head and 64 tokens, in v's dtype: 2*(128 + C*M/64) bytes a token and head in bfloat16.
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.
+      UnsupportedError: "triton_gpu" with segments that have parents, with other widths or dtypes, or without an NVIDIA GPU.
 
     Source: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; fla-org/flash-linear-attention `fla/ops/gated_delta_rule/naive.py`.
     """
     delta_inputs.check("gated_delta", q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments, initial_state_BHCM, decay_per_channel=False)
-    run = choose("gated_delta", implementation, IMPLEMENTATIONS)
+    why_not = gpu.why_no_triton() or delta_inputs.why_not_triton(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments)
+    run = choose("gated_delta", implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_not})
     return run(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments=segments, initial_state_BHCM=initial_state_BHCM, scale=scale)

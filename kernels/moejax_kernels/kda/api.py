@@ -1,11 +1,11 @@
 """Public KDA (Kimi Delta Attention)."""
 
-from moejax_kernels import delta_inputs
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels import delta_inputs, gpu
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.kda import reference, xla
 from moejax_kernels.segments import Segments
 
-IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}
+IMPLEMENTATIONS = {"triton_gpu": later("moejax_kernels.kda.triton_gpu", "kda"), "xla": xla.kda, "reference": reference.kda}
 
 
 def kda(
@@ -34,20 +34,24 @@ def kda(
       scale: factor of q; None: C**-0.5.
       min_log_decay: promise that no g is below it. From -5 up "xla" takes a form with fewer matmuls, which overflows where the promise
         is broken; None: a form that is right for any g.
-      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+      implementation: "triton_gpu" (widths 64, 96, 128, 192, 256; q, k, v in bfloat16 or float32), "xla", "reference", or None for the
+        fastest that runs here. A name never falls back.
 
     Returns:
       o_BLHM in v's dtype, and final_state_BHCM, the state after the row's last token that is not padding, in the dtype of the
       computation: float32, or float64 where an input is. "xla" works on blocks that fit a cache and saves, per token and head, the
-      inputs, 32 + M numbers, and a state per 16 tokens.
+      inputs, 32 + M numbers, and a state per 16 tokens. "triton_gpu" keeps, beside the inputs, two 64 x 64 matrices and one state
+      per head and 64 tokens, in v's dtype: 2*(128 + C*M/64) bytes a token and head in bfloat16.
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.
+      UnsupportedError: "triton_gpu" with segments that have parents, with other widths or dtypes, or without an NVIDIA GPU.
 
     Source: Kimi Linear tech report, arXiv 2510.26692, section 3; the recurrence of fla-org/flash-linear-attention `fla/ops/kda/naive.py`.
     """
     delta_inputs.check("kda", q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments, initial_state_BHCM, decay_per_channel=True)
-    run = choose("kda", implementation, IMPLEMENTATIONS)
+    why_not = gpu.why_no_triton() or delta_inputs.why_not_triton(q_BLGC, k_BLGC, v_BLHM, g_BLHC, beta_BLH, segments)
+    run = choose("kda", implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_not})
     return run(
         q_BLGC,
         k_BLGC,

@@ -1,0 +1,242 @@
+"""The gated delta rule on the GPU, forward and backward: what KDA and Gated DeltaNet share. Triton through jax-triton.
+
+Rows are cut into chunks of 64 tokens; documents begin and end anywhere. Forward 3 launches (matrices of each chunk; scan of the
+states; outputs), backward 4 (replay; scan; gradients of the matrices; gradients of the inputs), and a sum over each group of value
+heads where these share keys. Kept for the backward pass: the inputs, two 64 x 64 matrices per chunk and head, and the state that
+enters each chunk; the rest is computed again. Source: the WY form of Yang et al. 2024, "Gated Delta Networks", and of the Kimi
+Linear tech report, arXiv 2510.26692; division of the work as in fla-org/flash-linear-attention `fla/ops/kda`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from moejax_kernels import delta_triton_backward as backward
+from moejax_kernels import delta_triton_forward as forward
+from moejax_kernels import delta_triton_gradients as gradients
+from moejax_kernels.delta_triton_chunk import CHUNK, choices
+from moejax_kernels.triton_launch import launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the kernels are compiled for."""
+
+    rows: int
+    length: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    packed: bool
+    per_channel: bool
+    dtype: str
+    """Of q, k, v and of what is kept: bfloat16, or float32 for matmuls with float32 operands."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Of a row, the last one filled up."""
+        return -(-self.length // CHUNK)
+
+    @property
+    def chunk_grid(self) -> tuple[int, int]:
+        """One program per chunk and head."""
+        return self.num_chunks, self.rows * self.heads
+
+    def per_chunk(self, *shape: int, dtype=None):
+        """An array with one `shape` per chunk and head."""
+        return jax.ShapeDtypeStruct((self.rows, self.heads, self.num_chunks, *shape), dtype or self.dtype)
+
+    def per_token(self, num_heads: int, *width: int, dtype=None):
+        """An array [B, L, num_heads, ...]."""
+        return jax.ShapeDtypeStruct((self.rows, self.length, num_heads, *width), dtype or self.dtype)
+
+    def choices(self):
+        """A constant of the program."""
+        return jnp.asarray(choices(), self.dtype)
+
+    def tiles(self, kernel: str, *, key: bool = True) -> dict:
+        """Launch options of a kernel: warps, and the channels it takes at a time."""
+        tiles = TILES[kernel]
+        options = {"num_warps": tiles.warps, "BM": block(self.value_dim, tiles.value)}
+        return options | ({"BC": block(self.key_dim, tiles.key)} if key else {})
+
+    def per_token_sum(self, shares, dtype):
+        """[B, L, H] from shares [B, H, N, blocks, CHUNK]."""
+        sum_BHL = shares.sum(3).reshape(self.rows, self.heads, -1)[..., : self.length]
+        return sum_BHL.swapaxes(1, 2).astype(dtype)
+
+    def constants(self, *names: str) -> dict:
+        """Compile-time constants that the kernels share, by name."""
+        every = {
+            "SCALE": self.scale,
+            "L": self.length,
+            "N": self.num_chunks,
+            "G": self.key_heads,
+            "H": self.heads,
+            "C": self.key_dim,
+            "CP": 1 << (self.key_dim - 1).bit_length(),
+            "M": self.value_dim,
+            "PACKED": self.packed,
+            "PER_CHANNEL": self.per_channel,
+            "FULL": self.dtype == "float32",
+        }
+        return {name: every[name] for name in names}
+
+
+def block(width: int, most: int) -> int:
+    """Widest block of 128, 64, 32 or 16 channels, at most `most`, that divides the width."""
+    return next(size for size in (128, 64, 32, 16) if size <= most and width % size == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How one kernel divides its work: warps per program, and channels at a time, at most."""
+
+    warps: int
+    key: int = 64
+    value: int = 64
+
+
+TILES = {
+    "chunk_matrices": Tiles(warps=8),
+    "carry_state": Tiles(warps=4, value=32),
+    "outputs": Tiles(warps=8, value=128),
+    "replay": Tiles(warps=8),
+    "carry_gradient": Tiles(warps=4, value=32),
+    "matrix_gradients": Tiles(warps=8),
+    "channel_gradients": Tiles(warps=4, key=16),
+    "head_gradients": Tiles(warps=8, key=32),
+}
+"""The widest with which no register is spilled on an A100, H100, H200 or B200."""
+COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
+
+
+def _or_any(setup: Setup, ids, starts, never_read):
+    """Without segments the kernels read no ids, but they take a pointer."""
+    return (ids, starts) if setup.packed else (never_read, never_read)
+
+
+def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts):
+    """Outputs, final state, and what the backward pass needs beside the inputs."""
+    ids, starts = _or_any(setup, ids, starts, beta)
+    C, M = setup.key_dim, setup.value_dim
+    square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
+    inverse, qk, w, u, kg, past = launch(
+        forward.chunk_matrices,
+        *(q, k, v, g, beta, ids, starts, setup.choices()),
+        out_type=[square, square, by_key, by_value, by_key, setup.per_chunk(C, dtype="float32")],
+        grid=setup.chunk_grid,
+        **setup.tiles("chunk_matrices"),
+        **setup.constants(*COMMON),
+    )
+    tiles = setup.tiles("carry_state", key=False)
+    states, written, final = launch(
+        forward.carry_state,
+        *(w, u, kg, past, past if initial is None else initial),
+        out_type=[setup.per_chunk(C, M), by_value, jax.ShapeDtypeStruct((setup.rows, setup.heads, C, M), "float32")],
+        grid=(M // tiles["BM"], setup.rows * setup.heads),
+        **tiles,
+        INITIAL=initial is not None,
+        **setup.constants("N", "C", "CP", "M", "FULL"),
+    )
+    tiles = setup.tiles("outputs")
+    (o,) = launch(
+        forward.outputs,
+        *(q, g, ids, starts, setup.choices(), qk, states, written),
+        out_type=[setup.per_token(setup.heads, M)],
+        grid=(setup.num_chunks, M // tiles["BM"], setup.rows * setup.heads),
+        **tiles,
+        **setup.constants(*COMMON),
+    )
+    return o, final, (inverse, qk, states)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(setup: Setup, q, k, v, g, beta, initial, ids, starts):
+    o, final, _ = _forward(setup, q, k, v, g, beta, initial, ids, starts)
+    return o, final
+
+
+def _save(setup: Setup, *inputs):
+    o, final, kept = _forward(setup, *inputs)
+    return (o, final), (inputs, kept)
+
+
+def _backward(setup: Setup, saved, cotangents):
+    (q, k, v, g, beta, initial, ids, starts), (inverse, qk, states) = saved
+    do, dfinal = cotangents
+    ids, starts = _or_any(setup, ids, starts, beta)
+    C, M, H = setup.key_dim, setup.value_dim, setup.heads
+    square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
+    w, qg, kg, past, written, dwritten = launch(
+        backward.replay,
+        *(q, k, v, g, beta, ids, starts, setup.choices(), inverse, qk, states, do),
+        out_type=[by_key, by_key, by_key, setup.per_chunk(C, dtype="float32"), by_value, by_value],
+        grid=setup.chunk_grid,
+        **setup.tiles("replay"),
+        **setup.constants(*COMMON),
+    )
+    tiles = setup.tiles("carry_gradient", key=False)
+    du, dstates, dinitial = launch(
+        backward.carry_gradient,
+        *(w, qg, kg, past, do, dwritten, dfinal),
+        out_type=[by_value, states, jax.ShapeDtypeStruct(dfinal.shape, "float32" if initial is None else initial.dtype)],
+        grid=(M // tiles["BM"], setup.rows * H),
+        **tiles,
+        **setup.constants("L", "N", "H", "C", "CP", "M", "FULL"),
+    )
+    da, dqk, dvalue, dv, dbeta = launch(
+        backward.matrix_gradients,
+        *(v, beta, ids, starts, inverse, written, du, do),
+        out_type=[square, square, by_value, v, setup.per_chunk(CHUNK, dtype="float32")],
+        grid=setup.chunk_grid,
+        **setup.tiles("matrix_gradients", key=False),
+        **setup.constants("L", "N", "H", "M", "PACKED", "FULL"),
+    )
+    grouped = setup.key_heads != H
+    of_heads = setup.per_token(H, C, dtype="float32" if grouped else setup.dtype)
+    last = gradients.channel_gradients if setup.per_channel else gradients.head_gradients
+    tiles = setup.tiles(last.__name__)
+    num_blocks = C // tiles["BC"]
+    shares = setup.per_chunk(num_blocks, CHUNK, dtype="float32")
+    dq, dk, dg, dbeta = launch(
+        last,
+        *(q, k, g, beta, ids, starts, setup.choices(), states, dstates, written, dvalue, do, da, dqk, dbeta),
+        out_type=[of_heads, of_heads, g if setup.per_channel else shares, shares],
+        grid=(num_blocks, *setup.chunk_grid),
+        **tiles,
+        **setup.constants(*(name for name in COMMON if name != "PER_CHANNEL")),
+    )
+    dbeta = setup.per_token_sum(dbeta, beta.dtype)
+    if not setup.per_channel:
+        dg = setup.per_token_sum(dg, g.dtype)
+    if grouped:
+        dq, dk = (x.reshape(*q.shape[:3], H // setup.key_heads, C).sum(3).astype(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None
+
+
+_rule.defvjp(_save, _backward)
+
+
+def delta_rule(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, *, segments, initial_state_BHCM, scale: float | None):
+    """Outputs [B, L, H, M] and the state after each row's last token; g [B, L, H, C] or [B, L, H]."""
+    B, L, G, C = q_BLGC.shape
+    H, M = v_BLHM.shape[2:]
+    setup = Setup(
+        rows=B,
+        length=L,
+        key_heads=G,
+        heads=H,
+        key_dim=C,
+        value_dim=M,
+        scale=float(C**-0.5 if scale is None else scale),
+        packed=segments is not None,
+        per_channel=g.ndim == 4,
+        dtype=v_BLHM.dtype.name,
+    )
+    borders = (None, None) if segments is None else (jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL))
+    return _rule(setup, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *borders)

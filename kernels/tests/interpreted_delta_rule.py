@@ -1,0 +1,134 @@
+"""KDA and Gated DeltaNet in Triton's interpreter, float32; run by test_delta_rule_triton.py.
+
+Tolerances are of the RMS: 1e-5 for values and 1e-4 for gradients against golden values, as every implementation has to keep them;
+3e-6 against the definition, some tens of float32 roundings of 6e-8 in a row (seen: up to 9e-7).
+"""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from moejax_kernels.delta_cases import DeltaCase
+from moejax_kernels.gated_delta.api import gated_delta
+from moejax_kernels.kda.api import kda
+from moejax_kernels.segments import Segments
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
+OPS = {"kda": kda, "gdn": gated_delta}
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def results(op, implementation, inputs, segments, cotangents, scale=None):
+    """Outputs, final state, and the gradients of all inputs."""
+
+    def forward(*inputs):
+        return OPS[op](*inputs[:5], segments=segments, initial_state_BHCM=inputs[5], scale=scale, implementation=implementation)
+
+    @jax.jit
+    def run(inputs, cotangents):
+        out, pull = jax.vjp(forward, *inputs)
+        return (*out, *pull(cotangents))
+
+    return [np.asarray(x) for x in jax.tree.leaves(run(tuple(inputs), cotangents))]
+
+
+def cotangents_like(inputs, seed=9):
+    random = np.random.default_rng(seed)
+    B, L, H, M = inputs[2].shape
+    return tuple(jnp.asarray(random.standard_normal(shape), "float32") for shape in ((B, L, H, M), (B, H, inputs[0].shape[-1], M)))
+
+
+def rms(x):
+    return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+
+
+def agree_with_the_definition(op, inputs, segments):
+    everything = inputs, segments, cotangents_like(inputs)
+    ours, theirs = (results(op, name, *everything) for name in ("triton_gpu", "reference"))
+    assert len(ours) == len(theirs) == 2 + sum(x is not None for x in inputs)
+    for got, want in zip(ours, theirs, strict=True):
+        assert np.isfinite(got).all()
+        assert rms(got - want) <= 3e-6 * rms(want) + 1e-12
+
+
+def widened(array, name, width):
+    """Zeros for the channels that the golden values lack."""
+    dims = {"q": (3,), "k": (3,), "v": (3,), "g": (3,), "initial_state": (2, 3), "cotangent": (3,), "state_cotangent": (2, 3)}.get(name, ())
+    return np.pad(array, [(0, width - size if dim in dims else 0) for dim, size in enumerate(array.shape)])
+
+
+@pytest.mark.parametrize("decay", ["mild", "strong"])
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients_are_the_golden_ones(op, decay):
+    """The first row; channels filled up to 64 with zeros."""
+    golden = {name: x[:1] if x.ndim else x for name, x in np.load(GOLDEN / f"delta_{op}_{decay}.npz").items()}
+    inputs, cotangents = (
+        [jnp.asarray(widened(golden[name], name, 64), "float32") for name in names] for names in (INPUTS, ("cotangent", "state_cotangent"))
+    )
+    segments = Segments.build(golden["segment_ids"].astype(np.int32))
+    got = results(op, "triton_gpu", inputs, segments, tuple(cotangents), scale=float(golden["scale"]))
+    for name, array in zip(("o", "final_state", *(f"d_{name}" for name in INPUTS)), got, strict=True):
+        want = golden[name]
+        assert rms(array[tuple(slice(size) for size in want.shape)] - want) <= (1e-4 if name.startswith("d_") else 1e-5) * rms(want), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DeltaCase("borders_everywhere", 1, (-2, 1, 15, 47, -5, 63, -4), 1, 2, 64, 64),
+        DeltaCase("strong", 1, (65, 5), 1, 1, 64, 64, strong=True),
+        DeltaCase("wide", 1, (-1, 4), 1, 1, 96, 192),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("op", OPS)
+def test_documents_may_lie_anywhere(op, case):
+    agree_with_the_definition(op, case.arrays(jnp.float32, seed=0, decay_per_channel=op == "kda"), case.segments())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_segments_and_no_initial_state(op):
+    case = DeltaCase("plain", 2, None, 1, 1, 64, 64, length=67)
+    inputs = case.arrays(jnp.float32, seed=1, decay_per_channel=op == "kda")
+    agree_with_the_definition(op, (*inputs[:5], None), None)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [np.array([-1e5]), np.array([-5.0]), np.where(np.arange(70) % 30 == 2, -2000.0, -0.01), np.where(np.arange(70) % 3 == 2, -60.0, -0.1)],
+    ids=["minus_1e5", "minus_5", "rare_walls", "many_walls"],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_any_decay_is_exact_to_float32(op, g):
+    """A decay of hundreds of nats must cost no digits of the mild ones after it."""
+    inputs = list(DeltaCase("walls", 1, (70,), 1, 1, 64, 64).arrays(jnp.float32, seed=0, decay_per_channel=op == "kda"))
+    shaped = jnp.asarray(g, jnp.float32).reshape(1, -1, *(1,) * (inputs[3].ndim - 2))
+    inputs[3] = jnp.broadcast_to(shaped, inputs[3].shape)
+    agree_with_the_definition(op, inputs, Segments.whole(1, 70))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_changed_document_changes_nothing_in_the_others(op):
+    """Exactly, outputs and gradients, though its cotangents change too."""
+    case = DeltaCase("packed", 1, (30, 50, -3, 20), 1, 1, 64, 64)
+    inside_L = np.asarray(case.segments().ids_BL)[0] == 1
+    run = functools.partial(results, op, "triton_gpu", segments=case.segments())
+    inputs, other = (case.arrays(jnp.float32, seed=seed, decay_per_channel=op == "kda") for seed in (2, 3))
+    cotangents, other_cotangents = cotangents_like(inputs), cotangents_like(inputs, seed=10)
+
+    def swap(array, new):
+        return jnp.where(inside_L.reshape(1, -1, *(1,) * (array.ndim - 2)), new, array)
+
+    altered = [*(swap(x, y) for x, y in zip(inputs[:5], other[:5], strict=True)), inputs[5]]
+    before = run(inputs=inputs, cotangents=cotangents)
+    after = run(inputs=altered, cotangents=(swap(cotangents[0], other_cotangents[0]), cotangents[1]))
+    for at, (one, two) in enumerate(zip(before, after, strict=True)):
+        if at in (1, 7):  # the states belong to the first and to the last document
+            np.testing.assert_array_equal(one, two)
+        else:
+            np.testing.assert_array_equal(one[:, ~inside_L], two[:, ~inside_L])
+            assert np.any(one[:, inside_L] != two[:, inside_L])
+            assert not one[:, 80:83].any()

@@ -1,0 +1,42 @@
+"""KDA and Gated DeltaNet compiled for GPUs that are not there, at the shapes of real models: launches, registers, spills."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from moejax_kernels import delta_triton, gated_delta, kda
+from moejax_kernels.gated_delta import cases as gated_delta_cases
+from moejax_kernels.kda import cases as kda_cases
+from moejax_kernels.segments import Segments
+
+from moejax.plan import compiled, targets
+
+pytestmark = pytest.mark.aot
+CASES = [(kda.kda, case) for case in kda_cases.REAL] + [(gated_delta.gated_delta, case) for case in gated_delta_cases.REAL]
+
+
+def compile_both_ways(op, case, target):
+    """Forward and backward of packed documents, bfloat16."""
+    inputs = case.shapes(jnp.bfloat16, decay_per_channel=op is kda.kda)
+    segments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.segments())
+    state = jax.ShapeDtypeStruct((case.rows, case.heads, case.key_dim, case.value_dim), jnp.float32)
+
+    def both(inputs, segments: Segments, do, dstate):
+        out, pull = jax.vjp(lambda *inputs: op(*inputs, segments=segments, implementation="triton_gpu"), *inputs)
+        return out, pull((do, dstate))
+
+    return targets.compile_for(target, both, inputs, segments, inputs[2], state)
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize("op, case", CASES, ids=lambda x: str(x) if hasattr(x, "tokens") else x.__name__)
+def test_few_launches_and_no_spills(op, case, target):
+    lowered, program = compile_both_ways(op, case, targets.TARGETS[target])
+    uses = compiled.kernel_uses(lowered, targets.TARGETS[target])
+    last = "channel_gradients" if op is kda.kda else "head_gradients"
+    forward, backward = {"chunk_matrices", "carry_state", "outputs"}, {"replay", "carry_gradient", "matrix_gradients", last}
+    assert {use.name for use in uses} == forward | backward <= set(delta_triton.TILES)
+    assert [use for use in uses if use.spilled_bytes] == []
+    launches = compiled.launches(program)
+    assert launches["triton"] == 7  # 3 forward
+    others = sum(launches.values()) - launches["triton"]
+    assert others <= (2 if op is kda.kda else 5), launches  # sums over channel blocks, and of value heads that share keys
