@@ -1,0 +1,106 @@
+"""Tiles of the sparse attention kernels: rows that are gathered by number, widths in two parts, one query's place in the batch."""
+
+from moejax_kernels.sparse_attention.triton_visible import sees  # isort: skip (points Triton at its assembler: before triton)
+import dataclasses
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""exp(x) = 2 ** (x * LOG2_E)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a kernel is compiled for."""
+
+    H: int
+    G: int
+    C1: int
+    """First channels of q and k, a power of two."""
+    C2: int
+    """The others, a power of two or 0."""
+    M1: int
+    M2: int
+    K: int
+    """Keys chosen per query."""
+    KP: int
+    """K, rounded up to a power of two."""
+    BH: int
+    """Heads of a tile, a power of two from 16."""
+    BK: int
+    """Keys of a tile."""
+    latent: bool
+    """Values are the first channels of the keys: M1 is C1, and M2 is 0 or C2."""
+    segments: int
+    """As triton_visible.operands says."""
+    precision: str
+    """Of matmuls of float32."""
+
+
+@triton.jit
+def rows(ptr, at, mask, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    """[len(at), WIDTH]: channels FROM and up of the rows that begin at offsets `at`; 0 where masked."""
+    channel = FROM + tl.arange(0, WIDTH)
+    return tl.load(ptr + at[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def more_rows(ptr, at, mask, first, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    """The second part of rows whose first part is `first`, which stands in where there is none (WIDTH 0)."""
+    if WIDTH > 0:
+        return rows(ptr, at, mask, FROM, WIDTH)
+    else:
+        return first
+
+
+@triton.jit
+def store_rows(ptr, at, mask, tile, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    channel = FROM + tl.arange(0, WIDTH)
+    tl.store(ptr + at[:, None] + channel[None, :], tile.to(ptr.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def add_rows(ptr, at, mask, tile, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    channel = FROM + tl.arange(0, WIDTH)
+    tl.atomic_add(ptr + at[:, None] + channel[None, :], tile, mask=mask[:, None], sem="relaxed")
+
+
+@triton.jit
+def products(a1, a2, b1, b2, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """Scalar products of rows of a with rows of b, [len(a), len(b)], float32; SECOND: width of the second parts, 0 for none."""
+    out = tl.dot(a1, tl.trans(b1), input_precision=PRECISION)
+    if SECOND > 0:
+        out = tl.dot(a2, tl.trans(b2), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def place(program, L, s: tl.constexpr):
+    """One query and a block of the heads that read one key head.
+
+    Returns:
+      token (int64, b * L + query), sequence (int64), query (int32), key head, heads [BH], and which of those exist.
+    """
+    N: tl.constexpr = s.H // s.G
+    BLOCKS: tl.constexpr = (N + s.BH - 1) // s.BH
+    token = program // (s.G * BLOCKS)
+    block = (program % (s.G * BLOCKS)).to(tl.int32)
+    among = (block % BLOCKS) * s.BH + tl.arange(0, s.BH)
+    g = block // BLOCKS
+    return token, token // L, (token % L).to(tl.int32), g, g * N + among, among < N
+
+
+@triton.jit
+def num_slots(ids_ptr, s: tl.constexpr):
+    """One past the last slot of a query's ids that holds one."""
+    slot = tl.arange(0, s.KP)
+    return tl.max(tl.where(tl.load(ids_ptr + slot, mask=slot < s.K, other=-1) >= 0, slot + 1, 0))
+
+
+@triton.jit
+def chosen_keys(ids_ptr, start, query, sequence, L, segments_ptr, index_ptr, ancestor_ptr, U, s: tl.constexpr):
+    """Keys in BK slots of one query's ids, from `start` on, and which of them the query sees."""
+    slot = start + tl.arange(0, s.BK)
+    key = tl.load(ids_ptr + slot, mask=slot < s.K, other=-1)
+    return key, sees(query, key, sequence, L, segments_ptr, index_ptr, ancestor_ptr, U, s.segments)
