@@ -15,9 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def attend(
-    q_ptr, k_ptr, v_ptr, ids_ptr, segments_ptr, index_ptr, ancestor_ptr, U, L, scale, o_ptr, lse_ptr, s: tl.constexpr
-):
+def attend(q_ptr, k_ptr, v_ptr, ids_ptr, segments_ptr, index_ptr, ancestor_ptr, U, L, scale, o_ptr, lse_ptr, s: tl.constexpr):
     """`lse`: log2 of the sum of 2 ** (scale * log2(e) * q . k), +inf for a query without keys: 2 ** (such a score - lse) is 0 then."""
     token, sequence, query, g, head, real = place(tl.program_id(0).to(tl.int64), L, s)
     q_at = (token * s.H + head) * (s.C1 + s.C2)

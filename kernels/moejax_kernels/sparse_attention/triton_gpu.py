@@ -21,6 +21,7 @@ from moejax_kernels.sparse_attention.triton_forward import attend
 from moejax_kernels.sparse_attention.triton_tiles import Shape
 from moejax_kernels.sparse_attention.widths import parts
 
+
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):
     return _attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK.astype(jnp.int32), segments, float(scale), value_dim)
 
@@ -61,7 +62,7 @@ def _grads(scale, value_dim, saved, do_BLHM):
         gradient_of_keys,
         *(*inputs, length, scale, lse_BLH, delta_BLH, do_BLHM),
         out_type=[jax.ShapeDtypeStruct(k_BLGC.shape, jnp.float32), jax.ShapeDtypeStruct(dv_shape, jnp.float32)],
-        grid=math.prod(q_BLHC.shape[:2]) * shape.G * -(-shape.K // shape.BK),
+        grid=_num_queries(q_BLHC, shape) * -(-shape.K // shape.BK),
         zeroed=(0, 1),
         s=shape,
         **options,
@@ -89,6 +90,7 @@ def _prepare(kernel: str, q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, value_dim):
         KP=triton.next_power_of_2(num_chosen),
         BH=BH,
         BK=BK,
+        STEP=min(C2 or C1, M2 or M1, 64),
         latent=v_BLGM is None,
         segments=mode,
         precision="tf32x3" if q_BLHC.dtype == jnp.float32 else "ieee",
@@ -119,11 +121,11 @@ TILES = {
     ("forward", True, True): (32, 32, 8, 2),
     ("queries", False, False): (64, 32, 4, 2),
     ("queries", False, True): (64, 32, 4, 2),
-    ("queries", True, False): (64, 32, 8, 1),
+    ("queries", True, False): (32, 32, 8, 1),
     ("queries", True, True): (32, 32, 8, 1),
-    ("keys", False, False): (64, 32, 4, 2),
-    ("keys", False, True): (64, 32, 4, 2),
-    ("keys", True, False): (32, 32, 8, 1),
-    ("keys", True, True): (16, 32, 8, 1),
+    ("keys", False, False): (128, 64, 8, 2),
+    ("keys", False, True): (128, 64, 8, 2),
+    ("keys", True, False): (128, 64, 8, 2),
+    ("keys", True, True): (128, 64, 8, 2),
 }
 """(Kernel, more than 512 channels of keys and values together, A100) -> heads, keys, warps, stages."""

@@ -30,6 +30,8 @@ class Shape:
     """Heads of a tile, a power of two from 16."""
     BK: int
     """Keys of a tile."""
+    STEP: int
+    """Channels of a tile, where it is not as wide as the rows."""
     latent: bool
     """Values are the first channels of the keys: M1 is C1, and M2 is 0 or C2."""
     segments: int
@@ -72,6 +74,16 @@ def products(a1, a2, b1, b2, SECOND: tl.constexpr, PRECISION: tl.constexpr):
     out = tl.dot(a1, tl.trans(b1), input_precision=PRECISION)
     if SECOND > 0:
         out = tl.dot(a2, tl.trans(b2), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def products_of_rows(a_ptr, a_at, a_real, b_ptr, b_at, b_real, WIDTH: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scalar products of rows of two arrays, [len(a_at), len(b_at)], float32; reads STEP channels at a time."""
+    out = tl.zeros([a_at.shape[0], b_at.shape[0]], tl.float32)
+    for first in range(0, WIDTH, STEP):
+        b = rows(b_ptr, b_at + first, b_real, 0, STEP)
+        out = tl.dot(rows(a_ptr, a_at + first, a_real, 0, STEP), tl.trans(b), out, input_precision=PRECISION)
     return out
 
 

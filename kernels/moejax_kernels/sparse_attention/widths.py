@@ -16,20 +16,27 @@ def parts(width: int) -> tuple[int, int]:
 
 def why_no_triton(q_BLHC, k_BLGC, v_BLGM, ids_BLK, value_dim) -> str | None:
     """Why the Triton kernels cannot run these arrays here, and what can; None if they can."""
-    if reason := gpu.why_no_triton():
+    if reason := gpu.why_no_triton() or why_not_these(q_BLHC, k_BLGC):
         return reason
-    dtypes = {array.dtype.name for array in (q_BLHC, k_BLGC, v_BLGM) if array is not None}
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
-        return f"needs q, k and v all in bfloat16, float16 or float32, got {', '.join(sorted(dtypes))}. Pass implementation='xla'."
-    width, value_width = k_BLGC.shape[3], value_dim if v_BLGM is None else v_BLGM.shape[3]
-    if width not in WIDTHS:
-        return f"needs a key width of {_listed(WIDTHS)}, got C={width} (k is {jnp.shape(k_BLGC)}). Pass implementation='xla'."
-    if v_BLGM is None and value_width not in (parts(width)[0], width):
-        return f"needs value_dim={parts(width)[0]} or {width} with C={width}, got {value_width}. Pass implementation='xla'."
-    if v_BLGM is not None and value_width not in VALUE_WIDTHS:
-        return f"needs a value width of {_listed(VALUE_WIDTHS)}, got M={value_width} (v is {v_BLGM.shape}). Pass implementation='xla'."
+    width = k_BLGC.shape[3]
+    if v_BLGM is None and value_dim not in (parts(width)[0], width):
+        return f"needs value_dim={parts(width)[0]} or {width} with C={width}, got {value_dim}. Pass implementation='xla'."
+    if v_BLGM is not None and v_BLGM.dtype != k_BLGC.dtype:
+        return f"needs v in the dtype of k, {k_BLGC.dtype}, got {v_BLGM.dtype}. Pass implementation='xla'."
+    if v_BLGM is not None and v_BLGM.shape[3] not in VALUE_WIDTHS:
+        return f"needs a value width of {_listed(VALUE_WIDTHS)}, got M={v_BLGM.shape[3]} (v is {v_BLGM.shape}). Pass implementation='xla'."
     if 0 in ids_BLK.shape:
         return f"needs a token and a slot for keys at least, got ids of {ids_BLK.shape}. Pass implementation='xla'."
+    return None
+
+
+def why_not_these(q_BLHC, k_BLGC) -> str | None:
+    """Why the Triton kernels cannot take these queries and keys of an attention, and what can; None if they can."""
+    dtypes = {array.dtype.name for array in (q_BLHC, k_BLGC)}
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
+        return f"needs q and k both in bfloat16, float16 or float32, got {', '.join(sorted(dtypes))}. Pass implementation='xla'."
+    if k_BLGC.shape[3] not in WIDTHS:
+        return f"needs a key width of {_listed(WIDTHS)}, got C={k_BLGC.shape[3]} (k is {jnp.shape(k_BLGC)}). Pass implementation='xla'."
     return None
 
 
