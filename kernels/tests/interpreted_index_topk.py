@@ -6,7 +6,7 @@ import pytest
 from moejax_kernels.index_topk import index_topk
 from moejax_kernels.segments import Segments
 
-BORDERS = np.repeat([0, 1, -1, 2], (3, 50, 2, 25))[None]
+BORDERS = np.repeat([0, 1, -1, 2], (1, 36, 1, 4))[None]
 
 
 def whole_numbers(seed, *, length, keys, heads, width, most=2):
@@ -20,19 +20,19 @@ def both(arrays, **options):
     return (np.asarray(index_topk(*arrays, **options, implementation=name)) for name in ("triton_gpu", "reference"))
 
 
-@pytest.mark.parametrize("topk", [1, 5, 16])
-def test_of_equal_scores_the_lower_position_wins_though_the_list_is_cut_many_times(topk):
-    arrays = whole_numbers(0, length=90, keys=90, heads=2, width=64)
+@pytest.mark.parametrize("topk", [1, 5])
+def test_of_equal_scores_the_lower_position_wins_though_the_list_is_cut(topk):
+    arrays = whole_numbers(0, length=40, keys=40, heads=2, width=64)
     got, want = both(arrays, topk=topk)
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("heads", "width", "topk"), [(3, 96, 20), (20, 64, 100)])
+@pytest.mark.parametrize(("heads", "width", "topk"), [(3, 96, 20), (20, 64, 5)])
 def test_borders_padding_and_fewer_visible_keys_than_asked_for(heads, width, topk):
-    arrays = whole_numbers(1, length=80, keys=80, heads=heads, width=width, most=4)
+    arrays = whole_numbers(1, length=42, keys=42, heads=heads, width=width, most=4)
     got, want = both(arrays, topk=topk, segments=Segments.build(BORDERS))
     np.testing.assert_array_equal(got, want)
-    assert (got[0, 53:55] == -1).all()
+    assert (got[0, 37:38] == -1).all()
 
 
 def test_one_query_and_two_sequences():
@@ -45,24 +45,24 @@ def test_one_query_and_two_sequences():
 
 
 def test_pools_become_visible_with_their_last_token():
-    ends = [*range(6, 53, 4), 58, 62, 66, 79, -1]
-    arrays = whole_numbers(4, length=80, keys=len(ends), heads=2, width=64, most=4)
+    ends = [*range(4, 37, 4), 39, 41, -1]
+    arrays = whole_numbers(4, length=42, keys=len(ends), heads=2, width=64, most=4)
     got, want = both(arrays, topk=4, segments=Segments.build(BORDERS), key_end_BS=jnp.asarray([ends], jnp.int32))
     np.testing.assert_array_equal(got, want)
 
 
 def test_a_tree_chooses_among_the_keys_of_its_ancestors():
-    segments = Segments.build(np.repeat([0, 1, 2], (20, 15, 10))[None], parent=[{1: 0, 2: 0}])
-    arrays = whole_numbers(5, length=45, keys=45, heads=2, width=64, most=4)
+    segments = Segments.build(np.repeat([0, 1, 2], (7, 6, 5))[None], parent=[{1: 0, 2: 0}])
+    arrays = whole_numbers(5, length=18, keys=18, heads=2, width=64, most=4)
     got, want = both(arrays, topk=6, segments=segments)
     np.testing.assert_array_equal(got, want)
 
 
 def test_random_scores_and_another_documents_nan():
     random = np.random.default_rng(6)
-    arrays = [jnp.asarray(random.standard_normal(size), jnp.float32) for size in ((1, 80, 4, 64), (1, 80, 64), (1, 80, 4))]
+    arrays = [jnp.asarray(random.standard_normal(size), jnp.float32) for size in ((1, 42, 4, 64), (1, 42, 64), (1, 42, 4))]
     segments = Segments.build(BORDERS)
     got, want = both(arrays, topk=10, segments=segments)
     np.testing.assert_array_equal(got, want)
-    spoiled = index_topk(*(array.at[:, :53].set(jnp.nan) for array in arrays), topk=10, segments=segments, implementation="triton_gpu")
-    np.testing.assert_array_equal(np.asarray(spoiled)[:, 53:], want[:, 53:])
+    spoiled = index_topk(*(array.at[:, :37].set(jnp.nan) for array in arrays), topk=10, segments=segments, implementation="triton_gpu")
+    np.testing.assert_array_equal(np.asarray(spoiled)[:, 37:], want[:, 37:])

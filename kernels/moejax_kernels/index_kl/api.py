@@ -26,14 +26,15 @@ def index_kl(
         None: all visible keys (the dense warm-up).
       scale: factor of the attention's scores.
       segments: borders of the documents; None: one document per row.
-      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192, 256; k also 576), or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
       kl_BL in nats, float32 (float64 for float64); 0 where a query sees nothing. The caller weights and averages.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
-      UnsupportedError: the named implementation cannot run these inputs here; the message says why.
+      UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
+        of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, of k also 576.
 
     Source: DeepSeek-V3.2, section 2.1.1, equations 3 and 4.
     """

@@ -31,7 +31,7 @@ def index_topk(
       segments: borders of the documents; None: one document per row.
       key_end_BS: None: key s is the token at row position s. Else int, pools: row position of the last token that pool s covers,
         negative for no pool. A query sees a pool when it sees that token.
-      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256, topk up to 2048), or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
       ids_BLK, int32, indices along S (row positions, or pools), by falling score and of equal scores the lower first; -1 in the slots
@@ -40,7 +40,8 @@ def index_topk(
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or topk below 1.
-      UnsupportedError: the named implementation cannot run these inputs here; the message says why.
+      UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
+        of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, topk up to 2048.
 
     Source: DeepSeek-V3.2, section 2.1 (lightning indexer); pools as in glm5_next.
     """

@@ -58,11 +58,12 @@ class Shape:
 
 def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, key_end_BS=None):
     index_q_BLJC, index_k_BSC, index_w_BLJ = jax.lax.stop_gradient((index_q_BLJC, index_k_BSC, index_w_BLJ))
+    pools = key_end_BS is not None
     num_rows, length = index_q_BLJC.shape[:2]
     stand_in = jnp.zeros((1,), jnp.int32)
     borders, mode = triton_visible.operands(segments, stand_in)
     starts_BL = stand_in if segments is None else jnp.asarray(segments.starts_BL)
-    key_end_BS = stand_in if (pools := key_end_BS is not None) is False else key_end_BS.astype(jnp.int32)
+    key_end_BS = key_end_BS.astype(jnp.int32) if pools else stand_in
     shape, options = _shape(index_q_BLJC, topk, pools, mode)
     num_items = num_rows * -(-length // shape.BQ)
     programs = min(PROGRAMS, num_items)
@@ -190,10 +191,9 @@ def _score(q, w, k_ptr, key_end_ptr, segments_ptr, index_ptr, ancestor_ptr, U, L
     scores = tl.sum(tl.reshape(dots, [s.BQ, s.JP, s.BK]), 1)
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 would rank below 0
     rank = tl.where(bits < 0, bits ^ LOW, bits).to(tl.int64)  # integers in the order of the floats
+    position = tl.where(there, key, -1)
     if s.pools:
         position = tl.load(key_end_ptr + sequence * S + key, mask=there, other=-1)
-    else:
-        position = tl.where(there, key, -1)
     query = first + tl.arange(0, s.BQ)
     own = tl.minimum(query, L - 1)[:, None]
     seen = sees(own, position[None, :], sequence, L, segments_ptr, index_ptr, ancestor_ptr, U, s.segments)

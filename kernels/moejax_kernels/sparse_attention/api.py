@@ -25,14 +25,15 @@ def sparse_attention(
       scale: factor of the scores.
       value_dim: M, given with v_BLGM=None and only then.
       segments: borders of the documents; None: one document per row.
-      implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256; keys also 576, values 512), or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
       o_BLHM, dtype of q; float32 inside (float64 for float64). A query without keys gives exactly 0.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or value_dim with v, without v missing or above C.
-      UnsupportedError: the named implementation cannot run these inputs here; the message says why.
+      UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
+        of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, of keys also 576 and of values 512.
 
     Source: DeepSeek-V3.2, section 2.1.
     """

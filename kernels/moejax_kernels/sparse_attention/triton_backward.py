@@ -11,6 +11,7 @@ from moejax_kernels.sparse_attention.triton_tiles import (  # isort: skip (point
     products_of_rows,
     rows,
     store_rows,
+    values,
 )
 import triton
 import triton.language as tl
@@ -75,15 +76,6 @@ def sum_of_products(a_ptr, b_ptr, at, real, WIDTH: tl.constexpr, STEP: tl.conste
         b = tl.load(b_ptr + at[:, None] * WIDTH + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
         out += tl.sum(a * b, 1)
     return out
-
-
-@triton.jit
-def values(v_ptr, row, seen, k1, k2, M1: tl.constexpr, M2: tl.constexpr, LATENT: tl.constexpr):
-    if LATENT:
-        return k1, k2
-    else:
-        v1 = rows(v_ptr, row * (M1 + M2), seen, 0, M1)
-        return v1, more_rows(v_ptr, row * (M1 + M2), seen, v1, M1, M2)
 
 
 @triton.jit

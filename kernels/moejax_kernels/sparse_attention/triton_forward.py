@@ -9,6 +9,7 @@ from moejax_kernels.sparse_attention.triton_tiles import (  # isort: skip (point
     products,
     rows,
     store_rows,
+    values,
 )
 import triton
 import triton.language as tl
@@ -38,16 +39,9 @@ def attend(q_ptr, k_ptr, v_ptr, ids_ptr, segments_ptr, index_ptr, ancestor_ptr, 
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weights, 1)
         peak = new_peak
-        if s.latent:
-            v1 = k1
-        else:
-            v1 = rows(v_ptr, row * (s.M1 + s.M2), seen, 0, s.M1)
+        v1, v2 = values(v_ptr, row, seen, k1, k2, s.M1, s.M2, s.latent)
         o1 = tl.dot(weights.to(v1.dtype), v1, o1 * shrink[:, None], input_precision=s.precision)
         if s.M2 > 0:
-            if s.latent:
-                v2 = k2
-            else:
-                v2 = rows(v_ptr, row * (s.M1 + s.M2), seen, s.M1, s.M2)
             o2 = tl.dot(weights.to(v2.dtype), v2, o2 * shrink[:, None], input_precision=s.precision)
     some = total > 0
     divisor = tl.where(some, total, 1.0)[:, None]

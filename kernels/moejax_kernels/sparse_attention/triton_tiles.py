@@ -57,6 +57,16 @@ def more_rows(ptr, at, mask, first, FROM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def values(v_ptr, row, seen, k1, k2, M1: tl.constexpr, M2: tl.constexpr, LATENT: tl.constexpr):
+    """Values of some rows, in two parts; latent: the keys' own."""
+    if LATENT:
+        return k1, k2
+    else:
+        v1 = rows(v_ptr, row * (M1 + M2), seen, 0, M1)
+        return v1, more_rows(v_ptr, row * (M1 + M2), seen, v1, M1, M2)
+
+
+@triton.jit
 def store_rows(ptr, at, mask, tile, FROM: tl.constexpr, WIDTH: tl.constexpr):
     channel = FROM + tl.arange(0, WIDTH)
     tl.store(ptr + at[:, None] + channel[None, :], tile.to(ptr.dtype.element_ty), mask=mask[:, None])
