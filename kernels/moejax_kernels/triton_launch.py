@@ -7,6 +7,7 @@ emits, and may be older than Triton's own.
 import importlib.util
 import os
 import pathlib
+import warnings
 
 import jax
 import numpy as np
@@ -48,17 +49,20 @@ def launch(kernel, *operands, out_type, grid, num_warps: int = 4, num_stages: in
         return _interpret(kernel, operands, out_type, grid, zeroed, constants)
     import jax_triton
 
-    return jax_triton.triton_call(
-        *operands,
-        kernel=kernel,
-        out_type=out_type,
-        grid=grid,
-        name=kernel.__name__,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        zeroed_outputs=zeroed,
-        **constants,
-    )
+    with warnings.catch_warnings():
+        # It asks for a Ref that was zeroed beforehand: one more launch, where this is a memset inside the call.
+        warnings.filterwarnings("ignore", message="zeroed_outputs is deprecated", category=DeprecationWarning)
+        return jax_triton.triton_call(
+            *operands,
+            kernel=kernel,
+            out_type=out_type,
+            grid=grid,
+            name=kernel.__name__,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            zeroed_outputs=zeroed,
+            **constants,
+        )
 
 
 def _interpret(kernel, operands, out_type, grid, zeroed, constants):

@@ -1,10 +1,17 @@
 """Loss of the sparse attention's index."""
 
+from moejax_kernels import gpu
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.index_kl import reference, xla
+from moejax_kernels.index_topk.api import why_no_index
+from moejax_kernels.sparse_attention import widths
 
-IMPLEMENTATIONS = {"xla": xla.index_kl, "reference": reference.index_kl}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.index_kl.triton_gpu", "index_kl"),
+    "xla": xla.index_kl,
+    "reference": reference.index_kl,
+}
 
 
 def index_kl(
@@ -19,13 +26,15 @@ def index_kl(
         None: all visible keys (the dense warm-up).
       scale: factor of the attention's scores.
       segments: borders of the documents; None: one document per row.
-      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
       kl_BL in nats, float32 (float64 for float64); 0 where a query sees nothing. The caller weights and averages.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
+      UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
+        of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, of k also 576.
 
     Source: DeepSeek-V3.2, section 2.1.1, equations 3 and 4.
     """
@@ -39,5 +48,6 @@ def index_kl(
             f"{op}: the index has B={index_sizes['B']}, L={index_sizes['L']}, the attention B={sizes['B']}, L={sizes['L']}. "
             "Give both for the same tokens."
         )
-    run = choose(op, implementation, IMPLEMENTATIONS)
+    why_not = gpu.why_no_triton() or widths.why_not_these(q_BLHC, k_BLGC) or why_no_index(index_q_BLJC, index_k_BLC)
+    run = choose(op, implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_not})
     return run(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, scale=scale, segments=segments)

@@ -1,10 +1,14 @@
 """Attention over chosen keys."""
 
 from moejax_kernels.attention.shapes import check, check_heads, check_segments
-from moejax_kernels.implementation import Implementation, choose
-from moejax_kernels.sparse_attention import reference, xla
+from moejax_kernels.implementation import Implementation, choose, later
+from moejax_kernels.sparse_attention import reference, widths, xla
 
-IMPLEMENTATIONS = {"xla": xla.sparse_attention, "reference": reference.sparse_attention}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.sparse_attention.triton_gpu", "sparse_attention"),
+    "xla": xla.sparse_attention,
+    "reference": reference.sparse_attention,
+}
 
 
 def sparse_attention(
@@ -21,13 +25,15 @@ def sparse_attention(
       scale: factor of the scores.
       value_dim: M, given with v_BLGM=None and only then.
       segments: borders of the documents; None: one document per row.
-      implementation: "reference", "xla", or None for the fastest that runs here. A name never falls back.
+      implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
       o_BLHM, dtype of q; float32 inside (float64 for float64). A query without keys gives exactly 0.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or value_dim with v, without v missing or above C.
+      UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
+        of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, of keys also 576 and of values 512.
 
     Source: DeepSeek-V3.2, section 2.1.
     """
@@ -42,5 +48,6 @@ def sparse_attention(
         )
     if value_dim is not None and not 0 < value_dim <= sizes["C"]:
         raise ValueError(f"{op}: value_dim={value_dim} must lie between 1 and C={sizes['C']}, the channels of k.")
-    run = choose(op, implementation, IMPLEMENTATIONS)
+    why_not = {"triton_gpu": widths.why_no_triton(q_BLHC, k_BLGC, v_BLGM, ids_BLK, value_dim)}
+    run = choose(op, implementation, IMPLEMENTATIONS, why_not=why_not)
     return run(q_BLHC, k_BLGC, v_BLGM, ids_BLK, scale=scale, value_dim=value_dim, segments=segments)

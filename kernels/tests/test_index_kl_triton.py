@@ -1,0 +1,7 @@
+"""index_kl's Triton kernels, interpreted on the CPU."""
+
+from interpreted import run_interpreted
+
+
+def test_interpreted_kernels_match_the_definition():
+    run_interpreted("interpreted_index_kl.py")
