@@ -9,6 +9,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jaxlib.mlir import ir
@@ -53,7 +54,8 @@ def triton_ptx(lowered: jax.stages.Lowered) -> list[str]:
             found.update(dict.fromkeys(text.decode() for text in _strings(proto) if text.startswith(b"//") and b".entry" in text))
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
     return list(found)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax_kernels import gpu
+
 from moejax_kernels.triton_launch import launch  # isort: skip (before triton)
 import triton
 
