@@ -23,7 +23,8 @@ def assert_close(got, want):
     for number, (ours, theirs) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
         ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
         limit = 1e-4 if number else 1e-5
-        assert np.sqrt(np.mean((ours - theirs) ** 2)) <= limit * np.sqrt(np.mean(theirs**2)) + 1e-7, number
+        # 1e-6: a few roundings of products of size 1, where a gradient is a difference that ought to be 0 (a query that sees one key)
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) <= limit * np.sqrt(np.mean(theirs**2)) + 1e-6, number
 
 
 @pytest.mark.parametrize("case", cases.TILED, ids=str)

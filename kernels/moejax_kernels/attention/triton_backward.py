@@ -1,5 +1,8 @@
 """Attention backward, without atomics: one kernel has tiles of queries and walks over keys, one has tiles of keys and walks over queries."""
 
+# pyright: reportArgumentType=false
+# Triton takes literals where a parameter is `tl.constexpr`.
+
 from moejax_kernels.attention.triton_tiles import (  # isort: skip (before triton)
     add_mix,
     first_visible,

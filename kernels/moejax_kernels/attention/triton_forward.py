@@ -1,5 +1,8 @@
 """Attention forward: a program has a tile of queries of one head and walks over the keys that any of them sees."""
 
+# pyright: reportArgumentType=false
+# Triton takes literals where a parameter is `tl.constexpr`.
+
 from moejax_kernels.attention.triton_tiles import (  # isort: skip (before triton)
     add_mix,
     first_visible,

@@ -3,7 +3,8 @@
 Forward reads k and v once per tile of queries (mostly from cache) and writes o and one float32 per query and head. Backward has one
 kernel for the queries' gradients, which also sums o * do, and one for those of keys and values: scores are redone in both, 7 products
 of tiles instead of 5, and nothing is added with atomics. Tiles of which no pair is visible are skipped. Tiles of which every pair is
-visible are not masked, but in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k, v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
+visible are not masked, but in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k,
+v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
 
 Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2): online softmax and the two loops of backward.
 """
@@ -36,7 +37,7 @@ class Tile:
     warps: int
     stages: int
 
-    def launched(self) -> dict[str, int]:
+    def launched(self) -> dict:
         return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 

@@ -4,6 +4,9 @@ A width that is no power of two is two parts, e.g. 192 = 128 + 64: a `rows` here
 SECOND is 0.
 """
 
+# pyright: reportArgumentType=false
+# Triton takes literals where a parameter is `tl.constexpr`.
+
 from moejax_kernels import triton_launch as triton_launch  # isort: skip (before triton)
 import triton
 import triton.language as tl

@@ -6,6 +6,9 @@ x and dy and writes dx, all once (and 3 tokens of x and dy more per stretch). Th
 registers, then over stretches: no atomics. Saved for backward: the inputs.
 """
 
+# pyright: reportArgumentType=false
+# Triton takes literals where a parameter is `tl.constexpr`.
+
 import functools
 
 import jax
