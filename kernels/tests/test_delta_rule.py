@@ -173,10 +173,10 @@ def test_grouped_heads_equal_repeated_ones(variant="kda_reference"):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-TREES = {
-    "branches_of_a_short_prefix": ((3, 3, 2, 1, 6), {1: 0, 2: 0, 3: 2}),
+TREES = {  # eight runs of 108 tokens in all, so that one compilation serves them
+    "branches_of_a_short_prefix": ((3, 3, 2, 1, 6, 40, 41, -12), {1: 0, 2: 0, 3: 2}),
     "padding_and_whole_chunks": ((-2, 16, 3, 32, -5, 40, 7, -3), {3: 1, 5: 3, 6: 1}),
-    "a_chain_of_single_tokens": ((20, 1, 1, 1, 33), {1: 0, 2: 1, 3: 2, 4: 3}),
+    "a_chain_of_single_tokens": ((20, 1, 1, 1, 33, 17, 16, -19), {1: 0, 2: 1, 3: 2, 4: 3, 6: 4}),
 }
 
 
