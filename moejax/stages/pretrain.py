@@ -178,6 +178,10 @@ class Run:
                 local = self.markov.batch_nats(batch)[0] if self.markov else 0.0
                 theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
                 sums += float(nll), float(weight), theirs
+        if sums[1] == 0:
+            raise DataError(
+                f"the first train.eval_batches={self.config.train.eval_batches} held-out batches hold no target; ask for more of them."
+            )
         return sums[0] / sums[1], sums[2] / sums[1] if self.markov else None
 
     def compile_evaluation(self, params: dict, batches) -> jax.stages.Compiled:

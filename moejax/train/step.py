@@ -95,9 +95,9 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     loss, grads, report = gradients(config, losses, state.params, batches, switches)
-    grads, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)
+    clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
     params = jax.tree.map(lambda weight, update: weight + update.astype(weight.dtype), state.params, updates)
     params = move_biases(params, report, losses, num_chosen=config.moe.experts_per_token)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
