@@ -33,7 +33,7 @@ def test_without_a_gpu_the_names_say_what_would_work():
 def test_what_mosaic_gpu_cannot_run_is_said(monkeypatch, kind, rows, width, dtype, words):
     monkeypatch.setattr(gpu, "device_kind", lambda: kind)
     x_RD, w_EDF = jnp.zeros((rows, width), dtype), jnp.zeros((2, width, 64), dtype)
-    with pytest.raises(UnsupportedError, match=f"grouped_matmul: mosaic_gpu {words}"):
+    with pytest.raises(UnsupportedError, match=f"grouped_matmul: mosaic_gpu .*{words}"):
         grouped_matmul(x_RD, w_EDF, jnp.zeros(2, jnp.int32), implementation="mosaic_gpu")
 
 
