@@ -54,7 +54,7 @@ def tiles(kind: str | None, C: int, M: int, dtype) -> tuple[Tile, Tile, Tile]:
     if wide > 192:
         return Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64 if blackwell else 32, 8, 1)
     if wide > 128:
-        return Tile(128, 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 1)
+        return Tile(128, 64, 8, 2), Tile(32 if ampere else 64, 64, 8, 2), Tile(64, 32 if ampere else 64, 8, 1)
     return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1) if blackwell else Tile(64, 64, 8, 1 if ampere else 2)
 
 
