@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from moejax_kernels import delta_triton_backward as backward
 from moejax_kernels import delta_triton_forward as forward
 from moejax_kernels import delta_triton_gradients as gradients
+from moejax_kernels import gpu
 from moejax_kernels.delta_triton_chunk import CHUNK, choices
 from moejax_kernels.triton_launch import launch
 
@@ -60,7 +61,7 @@ class Setup:
 
     def tiles(self, kernel: str, *, key: bool = True) -> dict:
         """Launch options of a kernel: warps, and the channels it takes at a time."""
-        tiles = TILES[kernel]
+        tiles = (NARROW if "A100" in (gpu.device_kind() or "") else TILES)[kernel]
         options = {"num_warps": tiles.warps, "BM": block(self.value_dim, tiles.value)}
         return options | ({"BC": block(self.key_dim, tiles.key)} if key else {})
 
@@ -111,7 +112,13 @@ TILES = {
     "channel_gradients": Tiles(warps=4, key=16),
     "head_gradients": Tiles(warps=8, key=32),
 }
-"""The widest with which no register is spilled on an A100, H100, H200 or B200."""
+"""Chosen so that no register is spilled at the widths of Kimi K3 and Qwen3-Next; wider blocks read less twice."""
+NARROW = TILES | {
+    "chunk_matrices": Tiles(warps=8, key=32, value=32),
+    "replay": Tiles(warps=8, key=32, value=32),
+    "matrix_gradients": Tiles(warps=8, value=32),
+}
+"""For an A100, whose matmuls read their operands from registers."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
 
 
