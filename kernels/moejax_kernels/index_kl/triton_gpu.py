@@ -43,7 +43,7 @@ def _save_chosen(index_q_BLJC, index_k_BLC, index_w_BLJ, q_BLHC, k_BLGC, ids_BLK
         *(q_BLHC, k_BLGC, *index, ids_BLK, *borders, length, scale),
         out_type=[kl_BL, kl_BL, jax.ShapeDtypeStruct(ids_BLK.shape, jnp.float32)],
         grid=num_rows * length,
-        num_warps=8,
+        num_warps=4,
         num_stages=2,
         s=shape,
     )
