@@ -38,7 +38,7 @@ def why_no_mosaic() -> str | None:
     kind = device_kind()
     if kind is None or not re.search(r"\bG?H[128]00\b", kind):
         instead = "triton_gpu" if kind else "xla"
-        return f"needs a Hopper GPU (H100, H200), and this program is for {_where()}. Pass implementation={instead!r}."
+        return f"needs a Hopper GPU (H100, H200), and this program is for {kind or _where()}. Pass implementation={instead!r}."
     return None
 
 

@@ -11,6 +11,7 @@ from moejax_kernels.kda.api import kda
 from moejax_kernels.segments import Segments
 
 
+@pytest.mark.aot
 def test_interpreted_kernels_match_golden_values_and_the_definition():
     run_interpreted("interpreted_delta_rule.py")
 

@@ -1,7 +1,9 @@
 """gated_activation's Triton kernels, interpreted on the CPU."""
 
+import pytest
 from interpreted import run_interpreted
 
 
+@pytest.mark.aot
 def test_interpreted_kernels_match_the_definition():
     run_interpreted("interpreted_gated_activation.py")

@@ -7,6 +7,7 @@ from interpreted import run_interpreted
 from moejax_kernels import UnsupportedError, gpu, grouped_matmul
 
 
+@pytest.mark.aot
 def test_kernels_in_tritons_interpreter():
     run_interpreted("interpreted_grouped_matmul.py")
 

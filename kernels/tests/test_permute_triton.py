@@ -7,6 +7,7 @@ from moejax_kernels import UnsupportedError
 from moejax_kernels.permute import cases, permute, unpermute
 
 
+@pytest.mark.aot
 def test_kernels_in_tritons_interpreter():
     run_interpreted("interpreted_permute.py")
 
