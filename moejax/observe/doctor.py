@@ -53,9 +53,12 @@ def _python() -> Row:
 
 def _packages() -> list[Row]:
     """Every package that moejax asks for, against the versions it asks for; those of extras are not needed."""
-    rows = []
-    for wish in importlib.metadata.requires("moejax") or []:
-        name, wanted, extra = _parse_requirement(wish)
+    rows, seen = [], set()
+    wishes = [_parse_requirement(wish) for wish in importlib.metadata.requires("moejax") or []]
+    for name, wanted, extra in sorted(wishes, key=lambda wish: wish[2] == "dev"):  # what others ask for too is named with their extra
+        if name in seen:
+            continue
+        seen.add(name)
         version = installed(name)
         pinned = wanted.partition("==")[2]
         ok = version is not None and pinned in ("", version)

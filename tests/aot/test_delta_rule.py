@@ -11,12 +11,12 @@ from moejax_kernels.segments import Segments
 from moejax.plan import compiled, targets
 
 pytestmark = pytest.mark.aot
-CASES = [(kda.kda, case) for case in kda_cases.REAL] + [(gated_delta.gated_delta, case) for case in gated_delta_cases.REAL]
+CASES = [(kda, case) for case in kda_cases.REAL] + [(gated_delta, case) for case in gated_delta_cases.REAL]
 
 
 def compile_both_ways(op, case, target):
     """Forward and backward of packed documents, bfloat16."""
-    inputs = case.shapes(jnp.bfloat16, decay_per_channel=op is kda.kda)
+    inputs = case.shapes(jnp.bfloat16, decay_per_channel=op is kda)
     segments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.segments())
     state = jax.ShapeDtypeStruct((case.rows, case.heads, case.key_dim, case.value_dim), jnp.float32)
 
@@ -32,11 +32,11 @@ def compile_both_ways(op, case, target):
 def test_few_launches_and_no_spills(op, case, target):
     lowered, program = compile_both_ways(op, case, targets.TARGETS[target])
     uses = compiled.kernel_uses(lowered, targets.TARGETS[target])
-    last = "channel_gradients" if op is kda.kda else "head_gradients"
+    last = "channel_gradients" if op is kda else "head_gradients"
     forward, backward = {"chunk_matrices", "carry_state", "outputs"}, {"replay", "carry_gradient", "matrix_gradients", last}
     assert {use.name for use in uses} == forward | backward <= set(delta_triton.TILES)
     assert [use for use in uses if use.spilled_bytes] == []
     launches = compiled.launches(program)
     assert launches["triton"] == 7  # 3 forward
     others = sum(launches.values()) - launches["triton"]
-    assert others <= (2 if op is kda.kda else 5), launches  # sums over channel blocks, and of value heads that share keys
+    assert others <= (2 if op is kda else 5), launches  # sums over channel blocks, and of value heads that share keys

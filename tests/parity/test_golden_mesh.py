@@ -7,9 +7,8 @@ from golden_models import FAMILIES
 EIGHT = {"fsdp": 2, "expert": 4}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
-def test_float32_equals_the_golden_values(family):
-    golden_models.check(family, "float32", EIGHT)
+def test_float32_of_one_family_equals_the_golden_values():
+    golden_models.check("deepseek_v32", "float32", EIGHT)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def one_by_one(config, tree):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("dense", "hybrid", "mhc")) else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("dense", "hybrid", "mhc", "block")) else name for name in CASES]
 )
 def test_scanned_layers_equal_unrolled_ones(name, monkeypatch):
     config = CASES[name]
