@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 
 import jax
@@ -10,6 +11,14 @@ import jax
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on the CPU, in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def find_ptxas() -> str | None:
+    """The assembler of JAX's CUDA wheel, which is the one that loads what jax-triton emits; None if it is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    paths = (pathlib.Path(folder) / "cuda_nvcc" / "bin" / "ptxas" for folder in folders)
+    return next((str(path) for path in paths if path.exists()), None)
 
 
 def device_kind() -> str | None:

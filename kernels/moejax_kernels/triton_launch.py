@@ -4,9 +4,7 @@ Import this module before triton: it points Triton at the assembler of JAX's CUD
 emits, and may be older than Triton's own.
 """
 
-import importlib.util
 import os
-import pathlib
 import warnings
 
 import jax
@@ -14,17 +12,9 @@ import numpy as np
 
 from moejax_kernels import gpu
 
-
-def _use_the_wheels_assembler() -> None:
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        ptxas = pathlib.Path(folder) / "cuda_nvcc" / "bin" / "ptxas"
-        if ptxas.exists():
-            for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
-                os.environ.setdefault(variable, str(ptxas))
-
-
-_use_the_wheels_assembler()
+if ptxas := gpu.find_ptxas():
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        os.environ.setdefault(variable, ptxas)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once; Triton 3.9 warns where nobody has said so
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jax
+from moejax_kernels.gpu import find_ptxas
 from moejax_kernels.survey import survey
 
 from moejax.observe.run_folder import installed
@@ -94,8 +95,7 @@ def _gpu() -> list[Row]:
     devices = jax.devices()
     on_gpu = devices[0].platform == "gpu"
     seen = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvcc/bin/ptxas"))
-    ptxas = shutil.which("ptxas") or next(wheels, None)
+    ptxas = shutil.which("ptxas") or find_ptxas()
     cudnn = installed("nvidia-cudnn-cu12")
     return [
         Row(

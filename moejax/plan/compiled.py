@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import re
 import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import jax
 from jaxlib.mlir import ir
+from moejax_kernels.gpu import find_ptxas
 
 from moejax.plan.targets import Target
 
@@ -38,7 +38,7 @@ def kernel_uses(lowered: jax.stages.Lowered, target: Target) -> list[KernelUse]:
     """Registers and spills of every Triton kernel of a program, from `ptxas -v`.
 
     Raises:
-      RuntimeError: the assembler refuses a kernel; its words are in the message.
+      RuntimeError: the assembler is not installed, or refuses a kernel; its words are in the message.
     """
     return [_assemble(ptx, target) for ptx in triton_ptx(lowered)]
 
@@ -89,24 +89,15 @@ def _varint(proto: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def find_ptxas() -> str:
-    """The assembler of JAX's CUDA wheel.
-
-    Raises:
-      RuntimeError: it is not installed.
-    """
-    for folder in sys.path:
-        if (path := Path(folder) / "nvidia" / "cuda_nvcc" / "bin" / "ptxas").exists():
-            return str(path)
-    raise RuntimeError("reading registers and spills needs ptxas: pip install 'moejax[plan]'.")
-
-
 def _assemble(ptx: str, target: Target) -> KernelUse:
+    ptxas = find_ptxas()
+    if ptxas is None:
+        raise RuntimeError("reading registers and spills needs ptxas: pip install 'moejax[plan]'.")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         done = subprocess.run(
-            [find_ptxas(), "-v", "--gpu-name", target.architecture, str(source), "-o", f"{folder}/kernel.cubin"],
+            [ptxas, "-v", "--gpu-name", target.architecture, str(source), "-o", f"{folder}/kernel.cubin"],
             capture_output=True,
             text=True,
         )
