@@ -22,17 +22,17 @@ train: install
 	.venv/bin/moejax train configs/tiny_hybrid.py
 
 test: install
-	$(RUN) pytest -n 2 --dist loadfile -m "not slow and not aot" --durations=15
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not aot" --durations=15
 
 test-slow: install
-	$(RUN) pytest -n 2 --dist loadfile -m slow --durations=15
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations=15
 
 .venv/installed-plan: .venv/installed
 	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,plan]'
 	@touch $@
 
 test-aot: .venv/installed-plan
-	$(RUN) pytest -n 2 --dist loadfile -m aot --durations=15
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m aot --durations=15
 
 lint: install
 	$(RUN) ruff check .

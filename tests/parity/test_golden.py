@@ -47,7 +47,6 @@ def test_packed_documents_equal_the_documents_alone(family):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_equals_the_golden_values(family):
     golden_models.check(family, "float32")
