@@ -70,6 +70,6 @@ SMALL = (
 
 MEASURED = (
     DeltaCase("tiny_hybrid", 16, (200, 312), 4, 4, 32, 32),
-    DeltaCase("issue", 1, None, 4, 4, 64, 64, length=2048),
+    DeltaCase("l2048", 1, None, 4, 4, 64, 64, length=2048),
 )
 """For benchmarks and tuning; the first is what the small hybrid model runs."""

@@ -45,9 +45,9 @@ def test_all_ways_give_the_same(bench, op):
 def test_the_report_sets_ours_against_the_others_of_its_case(bench):
     measure, _, run = bench
     row = lambda case, way, seconds, temporaries: measure.Row("kda", case, way, temporaries, 10, seconds, 2 * seconds)
-    rows = [row("issue", "ours", 1.0, 100), row("issue", "scan", 6.0, 1600), row("other", "ours", 3.0, 7), row("other", "scan", 3.0, 7)]
+    rows = [row("l2048", "ours", 1.0, 100), row("l2048", "scan", 6.0, 1600), row("other", "ours", 3.0, 7), row("other", "scan", 3.0, 7)]
     first, second = found = run.ratios(rows)
-    assert (first["case"], first["speed_cpu"], first["speed_wall"], first["temporaries"]) == ("issue", 6.0, 6.0, 16.0)
+    assert (first["case"], first["speed_cpu"], first["speed_wall"], first["temporaries"]) == ("l2048", 6.0, 6.0, 16.0)
     assert first["bars"] == {"speed": 5.0, "temporaries": 8.0}
     assert (second["case"], second["speed_cpu"], second["bars"]) == ("other", 1.0, {})
     assert "ours against scan: 6.00 x by CPU time" in run.table(rows, found)

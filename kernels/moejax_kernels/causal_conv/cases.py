@@ -59,7 +59,7 @@ SMALL = (
 
 MEASURED = (
     ConvCase("tiny_hybrid", 16, (200, 312), 384),
-    ConvCase("issue", 1, None, 1024, length=4096),
+    ConvCase("d1024", 1, None, 1024, length=4096),
 )
 """For benchmarks and tuning."""
 
