@@ -52,6 +52,7 @@ def start(*args, output: Path | None = None, **environment: str) -> subprocess.P
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in the other tests
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "200",
     }

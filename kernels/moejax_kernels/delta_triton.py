@@ -1,10 +1,11 @@
 """The gated delta rule on the GPU, forward and backward: what KDA and Gated DeltaNet share. Triton through jax-triton.
 
 Rows are cut into chunks of 64 tokens; documents begin and end anywhere. Forward 3 launches (matrices of each chunk; scan of the
-states; outputs), backward 4 (replay; scan; gradients of the matrices; gradients of the inputs), and a sum over each group of value
-heads where these share keys. Kept for the backward pass: the inputs, two 64 x 64 matrices per chunk and head, and the state that
-enters each chunk; the rest is computed again. Source: the WY form of Yang et al. 2024, "Gated Delta Networks", and of the Kimi
-Linear tech report, arXiv 2510.26692; division of the work as in fla-org/flash-linear-attention `fla/ops/kda`.
+states; outputs), backward 4 (replay; scan; gradients of the matrices; gradients of the inputs), 5 with one decay per head (what the
+pairs of tokens give to it), and a sum over each group of value heads where these share keys. Kept for the backward pass: the inputs,
+two 64 x 64 matrices per chunk and head, and the state that enters each chunk; the rest is computed again. Source: the WY form of Yang
+et al. 2024, "Gated Delta Networks", and of the Kimi Linear tech report, arXiv 2510.26692; division of the work as in
+fla-org/flash-linear-attention `fla/ops/kda`.
 """
 
 import dataclasses
@@ -59,11 +60,12 @@ class Setup:
         """A constant of the program."""
         return jnp.asarray(choices(), self.dtype)
 
-    def tiles(self, kernel: str, *, key: bool = True) -> dict:
-        """Launch options of a kernel: warps, and the channels it takes at a time."""
+    def tiles(self, kernel: str, *, key: bool = True, value: bool = True) -> dict:
+        """Launch options of a kernel: warps, and the channels of keys and values that it takes at a time."""
         tiles = (NARROW if "A100" in (gpu.device_kind() or "") else TILES)[kernel]
-        options = {"num_warps": tiles.warps, "BM": block(self.value_dim, tiles.value)}
-        return options | ({"BC": block(self.key_dim, tiles.key)} if key else {})
+        options = {"num_warps": tiles.warps}
+        options |= {"BC": block(self.key_dim, tiles.key)} if key else {}
+        return options | ({"BM": block(self.value_dim, tiles.value)} if value else {})
 
     def per_token_sum(self, shares, dtype):
         """[B, L, H] from shares [B, H, N, blocks, CHUNK]."""
@@ -110,13 +112,15 @@ TILES = {
     "carry_gradient": Tiles(warps=4, value=32),
     "matrix_gradients": Tiles(warps=8),
     "channel_gradients": Tiles(warps=4, key=16),
-    "head_gradients": Tiles(warps=8, key=32),
+    "head_pairs": Tiles(warps=8, key=32),
+    "head_gradients": Tiles(warps=8),
 }
 """Wider blocks read less twice; narrower ones keep what they hold in registers."""
 NARROW = TILES | {
     "chunk_matrices": Tiles(warps=8, key=32, value=32),
     "replay": Tiles(warps=8, key=32, value=32),
     "matrix_gradients": Tiles(warps=8, value=32),
+    "head_gradients": Tiles(warps=8, key=32),
 }
 """For an A100, whose matmuls read their operands from registers."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
@@ -206,13 +210,24 @@ def _backward(setup: Setup, saved, cotangents):
     )
     grouped = setup.key_heads != H
     of_heads = setup.per_token(H, C, dtype="float32" if grouped else setup.dtype)
+    pairs = da, dqk, dbeta
+    if not setup.per_channel:
+        by_token = setup.per_chunk(CHUNK, dtype="float32")
+        pairs = launch(
+            gradients.head_pairs,
+            *(q, k, g, beta, ids, starts, setup.choices(), da, dqk, dbeta),
+            out_type=[square, square, by_token, by_token],
+            grid=setup.chunk_grid,
+            **setup.tiles("head_pairs", value=False),
+            **setup.constants(*(name for name in COMMON if name not in ("M", "PER_CHANNEL"))),
+        )
     last = gradients.channel_gradients if setup.per_channel else gradients.head_gradients
     tiles = setup.tiles(last.__name__)
     num_blocks = C // tiles["BC"]
     shares = setup.per_chunk(num_blocks, CHUNK, dtype="float32")
     dq, dk, dg, dbeta = launch(
         last,
-        *(q, k, g, beta, ids, starts, setup.choices(), states, dstates, written, dvalue, do, da, dqk, dbeta),
+        *(q, k, g, beta, ids, starts, setup.choices(), states, dstates, written, dvalue, do, *pairs),
         out_type=[of_heads, of_heads, g if setup.per_channel else shares, shares],
         grid=(num_blocks, *setup.chunk_grid),
         **tiles,

@@ -15,6 +15,7 @@ from moejax_kernels.delta_triton_chunk import (
     grid_tt,
     labels,
     past,
+    put,
     put_rows,
     rows,
     split_at,
@@ -111,9 +112,38 @@ def spanning(dsum, FULL: tl.constexpr):
 
 
 @triton.jit
+def head_pairs(
+    q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr, da_ptr, dqk_ptr, dbeta_written_ptr,
+    decayed_da_ptr, decayed_dqk_ptr, dg_ptr, dbeta_ptr,
+    SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    BC: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Per chunk and head, with one decay per head: gradients of k k^T and q k^T, and what the pairs of tokens give to g and beta."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    index = bh.to(tl.int64) * N + n
+    label = labels(ids_ptr, starts_ptr, b, n, L, PACKED)
+    beta = column(beta_ptr, b, n, h, label, L, H)[:, None]
+    decay = head_decays(choices_ptr, column(g_ptr, b, n, h, label, L, H)[:, None])
+    dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
+    put(tile(decayed_dqk_ptr, index, 0, 0, T, T, T, T), dqk)
+    da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
+    put(tile(decayed_da_ptr, index, 0, 0, T, T, T, T), da)
+    kk, qk = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
+    for c0 in range(0, C, BC):
+        k = tl.trans(rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC))
+        kk += dot(tl.trans(k), k, FULL)
+        qk += dot(rows(q_ptr, b, n, h // (H // G), c0, label, L, G, C, BC) * SCALE, k, FULL)
+    dsum = da * kk
+    at = index * T + tl.arange(0, T)
+    tl.store(dbeta_ptr + at, tl.load(dbeta_written_ptr + at) + tl.sum(dsum, axis=1))
+    tl.store(dg_ptr + at, spanning(beta * dsum + dqk * qk, FULL))
+
+
+@triton.jit
 def head_gradients(
     q_ptr, k_ptr, g_ptr, beta_ptr, ids_ptr, starts_ptr, choices_ptr, states_ptr, dstates_ptr, written_ptr, dvalue_ptr, do_ptr,
-    da_ptr, dqk_ptr, dbeta_written_ptr,
+    decayed_da_ptr, decayed_dqk_ptr, dg_pairs_ptr, dbeta_pairs_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
     SCALE: tl.constexpr, L: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
@@ -134,22 +164,17 @@ def head_gradients(
     k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
     dstart = tl.sum(start * (q * dqg + beta * k * dkb), axis=1, keep_dims=True)
     dend = tl.sum(end * k * dkg, axis=1, keep_dims=True)
-    dbeta = tl.load(dbeta_written_ptr + index * T + tl.arange(0, T), mask=tl.arange(0, T) < T * (1 - block), other=0.0)
-    dbeta += tl.sum(start * k * dkb, axis=1)
     dg = tl.sum(tl.where(j <= i, dstart, 0.0), axis=0) + tl.sum(tl.where(j > i, dend, 0.0), axis=0)
     dg += tl.sum(dpast * past(g, label, n, BC), axis=0)
-    decay = head_decays(choices_ptr, g)
-    dqk = tl.load(tile(dqk_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
-    dq = start * dqg + dot(dqk, k, FULL)
+    dbeta = tl.sum(start * k * dkb, axis=1)
+    in_first = tl.arange(0, T) < T * (1 - block)  # the pairs' share is that of all channels
+    dg += tl.load(dg_pairs_ptr + index * T + tl.arange(0, T), mask=in_first, other=0.0)
+    dbeta += tl.load(dbeta_pairs_ptr + index * T + tl.arange(0, T), mask=in_first, other=0.0)
+    dqk = tl.load(tile(decayed_dqk_ptr, index, 0, 0, T, T, T, T))
+    put_rows(dq_ptr, SCALE * (start * dqg + dot(dqk, k, FULL)), b, n, h, c0, L, H, C, BC)
     dk = start * beta * dkb + end * dkg + dot(tl.trans(dqk), q, FULL)
-    dg += spanning(dqk * dot(q, tl.trans(k), FULL), FULL)
-    da = tl.load(tile(da_ptr, index, 0, 0, T, T, T, T)).to(tl.float32) * decay
-    dk += beta * dot(da, k, FULL) + dot(tl.trans(da), beta * k, FULL)
-    dsum = da * dot(k, tl.trans(k), FULL)
-    dbeta += tl.sum(dsum, axis=1)
-    dg += spanning(beta * dsum, FULL)
-    put_rows(dq_ptr, SCALE * dq, b, n, h, c0, L, H, C, BC)
-    put_rows(dk_ptr, dk, b, n, h, c0, L, H, C, BC)
+    da = tl.load(tile(decayed_da_ptr, index, 0, 0, T, T, T, T))
+    put_rows(dk_ptr, dk + beta * dot(da, k, FULL) + dot(tl.trans(da), beta * k, FULL), b, n, h, c0, L, H, C, BC)
     share = (index * (C // BC) + block) * T + tl.arange(0, T)
     tl.store(dbeta_ptr + share, dbeta)
     tl.store(dg_ptr + share, tl.where(label >= 0, dg, 0.0))

@@ -13,7 +13,8 @@ from moejax.data.batch import Batch
 CONFIG = tiny.model("gqa", precision=tiny.FLOAT64)
 PLAIN = LossConfig(z_coef=0.01)
 ALL = LossConfig(z_coef=0.01, balance="global", balance_coef=0.1, router_z_coef=0.1, bias_update="quantile")
-KINDS = (pytest.param("switch", marks=pytest.mark.slow), pytest.param("sequence", marks=pytest.mark.slow), "global")
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
+KINDS = (slow("switch"), slow("sequence"), "global")
 SPLIT = {"data": 2, "expert": 2, "accumulation": 4}
 
 
@@ -49,26 +50,22 @@ def with_labels(batch: Batch, num: int) -> Batch:
     return dataclasses.replace(batch, weights_BL=weights_BL.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{}, *(pytest.param({axis: size}, marks=pytest.mark.slow) for axis, size in (("data", 8), ("fsdp", 8), ("expert", 8), ("expert", 2)))],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [{}, slow({"data": 8}), slow({"expert": 8})], ids=str)
 def test_identical_microbatches_add_up_to_the_same_mean(sizes):
     batch = tiny.batch()
     same(run(ALL, join(batch, batch), accumulation=2, **sizes), run(ALL, batch))
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    "kind, sizes",
     [
-        SPLIT,
-        pytest.param({"fsdp": 2, "expert": 2, "accumulation": 4}, marks=pytest.mark.slow),
-        pytest.param({"expert": 4, "accumulation": 2}, marks=pytest.mark.slow),
+        ("global", SPLIT),
+        slow("switch", SPLIT),
+        slow("sequence", {"fsdp": 2, "expert": 2, "accumulation": 4}),
+        slow("global", {"expert": 4, "accumulation": 2}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_balance_alone_moves_the_router_the_same_on_every_mesh_and_split(kind, sizes):
     with_coef = lambda coef: dataclasses.replace(ALL, balance=kind, balance_coef=coef)
     batch = tiny.batch(rows=16)
@@ -141,9 +138,9 @@ def test_appended_rows_and_tokens_of_padding_change_nothing():
     "mixer, losses",
     [
         ("mla", dataclasses.replace(ALL, bias_update="none", balance="switch")),
-        pytest.param("gdn", dataclasses.replace(ALL, bias_update="none"), marks=pytest.mark.slow),
-        pytest.param("kda", dataclasses.replace(ALL, bias_update="none", balance="sequence"), marks=pytest.mark.slow),
-        pytest.param("dsa", dataclasses.replace(ALL, bias_update="none", index="sparse"), marks=pytest.mark.slow),
+        slow("gdn", dataclasses.replace(ALL, bias_update="none")),
+        slow("kda", dataclasses.replace(ALL, bias_update="none", balance="sequence")),
+        slow("dsa", dataclasses.replace(ALL, bias_update="none", index="sparse")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

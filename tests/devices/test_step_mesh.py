@@ -18,15 +18,7 @@ from moejax.parallel.mesh import mesh_from
 
 CONFIG = tiny.model("kda", "dsa", precision=tiny.FLOAT64)
 LOSSES = LossConfig(balance="global", balance_coef=0.1, router_z_coef=0.1, z_coef=0.01, index="sparse", index_coef=0.3)
-SLOW = [
-    {"expert": 2},
-    {"expert": 4},
-    {"expert": 8},
-    {"fsdp": 8},
-    {"data": 8},
-    {"data": 2, "expert": 2},
-    {"data": 2, "fsdp": 2, "expert": 2},
-]
+SLOW = [{"expert": 8}, {"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}]
 MESHES = [{"fsdp": 2, "expert": 4}, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW)]
 name = lambda sizes: " x ".join(f"{axis}{size}" for axis, size in sizes.items())
 

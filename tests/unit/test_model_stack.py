@@ -38,34 +38,21 @@ def one_by_one(config, tree):
     return {name: node for name, node in tree.items() if name not in ("unit", "tail")} | {"head": head}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("dense", "hybrid", "mhc", "block")) else name for name in CASES]
-)
-def test_scanned_layers_equal_unrolled_ones(name, monkeypatch):
-    config = CASES[name]
-    assert layer_plan(config).num_units >= 2
-    params, batch = tiny.weights(config, bias=0.1), tiny.batch(4)
-    twin = unrolled(config, monkeypatch)
-    hidden_BLD, aux = tiny.hidden(config, params, batch)
-    want_BLD, want_aux = tiny.hidden(twin, one_by_one(config, params), batch)
-    real_BL = batch.segments.ids_BL >= 0
-    np.testing.assert_allclose(hidden_BLD[real_BL], want_BLD[real_BL], atol=2e-5)
-    aux = one_by_one(config, aux)["head"]
-    for number, report in want_aux["head"].items():
-        np.testing.assert_array_equal(aux[number].get("load_E", 0), report.get("load_E", 0))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_scanned_layers_equal_those_of_unrolled_ones(name, monkeypatch):
+def test_loss_loads_and_gradients_of_scanned_layers_equal_those_of_unrolled_ones(name, monkeypatch):
+    assert layer_plan(CASES[name]).num_units >= 2
     with jax.enable_x64(True):
         config = dataclasses.replace(CASES[name], precision=tiny.FLOAT64)
         params, batch, losses = tiny.weights(config, bias=0.1), tiny.batch(), LossConfig(balance="switch", balance_coef=0.1)
         twin = unrolled(config, monkeypatch)
-        loss, grads, _ = tiny.gradients(config, losses, params, batch)
-        want_loss, want, _ = tiny.gradients(twin, losses, one_by_one(config, params), batch)
+        loss, grads, report = tiny.gradients(config, losses, params, batch)
+        want_loss, want, want_report = tiny.gradients(twin, losses, one_by_one(config, params), batch)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
     assert tiny.worst(one_by_one(config, grads), want)[0] < 1e-9
+    reports = one_by_one(config, report.layers)["head"]
+    for number, want_layer in want_report.layers["head"].items():
+        np.testing.assert_array_equal(reports[number].get("load_E", 0), want_layer.get("load_E", 0))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Attention on GPUs that never holds scores in memory: one launch forward; two backward, three where few key heads leave the GPU idle.
+"""Attention on GPUs that never holds scores in memory: one launch forward; two backward, four where few key heads would leave the GPU idle.
 
 Forward reads k and v once per tile of queries (mostly from cache) and writes o and one float32 per query and head. Backward has one
 kernel for the queries' gradients, which also sums o * do, and one for those of keys and values: scores are redone in both, 7 products
