@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from moejax_kernels import gpu
 from moejax_kernels.index_kl.triton_chosen import gradient_of_chosen, loss_of_chosen
 from moejax_kernels.index_kl.triton_dense import gradient_of_all, loss_of_all, lse_of_all
 from moejax_kernels.index_kl.triton_shape import Shape
@@ -86,6 +87,7 @@ def _save_all(index_q_BLJC, index_k_BLC, index_w_BLJ, q_BLHC, k_BLGC, segments, 
         *(q_BLHC, k_BLGC, *borders, length, scale),
         out_type=[jax.ShapeDtypeStruct((num_rows, num_heads, length), jnp.float32)],
         grid=tiles * num_heads,
+        num_warps=8,
         s=shape,
     )
     kl_BL = jax.ShapeDtypeStruct((num_rows, length), jnp.float32)
@@ -133,6 +135,7 @@ def _shape(index_q_BLJC, q_BLHC, k_BLGC, num_chosen, mode):
     C1, C2 = parts(width)
     num_index_heads, index_width = index_q_BLJC.shape[2:]
     in_float32 = q_BLHC.dtype == jnp.float32
+    old = "A100" in (gpu.device_kind() or "")
     heads = max(16, triton.next_power_of_2(num_heads // num_key_heads))
     return Shape(
         H=num_heads,
@@ -149,7 +152,7 @@ def _shape(index_q_BLJC, q_BLHC, k_BLGC, num_chosen, mode):
         KP=triton.next_power_of_2(max(num_chosen, 1)),
         BH=min(heads, 16 if in_float32 else 32 if width > 256 else 64),
         BQ=16 if in_float32 else 64,
-        BK=16 if in_float32 else 32 if width > 256 and num_chosen else 64,
+        BK=16 if in_float32 else 32 if (width > 256 if num_chosen else old) else 64,
         segments=mode,
         precision="tf32x3" if in_float32 else "ieee",
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from moejax_kernels import gpu
 from moejax_kernels.sparse_attention.triton_visible import sees
 from moejax_kernels.triton_launch import launch
 
@@ -83,7 +84,7 @@ def _shape(index_q_BLJC, topk, pools, mode):
     num_heads, width = index_q_BLJC.shape[2:]
     JP, KP = max(16, triton.next_power_of_2(num_heads)), max(16, triton.next_power_of_2(topk))
     BQ, BK, num_warps = (1, 16, 4) if index_q_BLJC.dtype == jnp.float32 else (max(1, 128 // JP), 64, 8)
-    BQ = min(BQ, 4)
+    BQ = 1 if "A100" in (gpu.device_kind() or "") else min(BQ, 4)  # an A100's matmuls read their operands from registers
     CHUNK = max(BK, KP // 4)
     shape = Shape(
         J=num_heads,

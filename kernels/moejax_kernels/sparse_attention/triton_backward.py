@@ -135,3 +135,11 @@ def add_product(sum_ptr, at, mask, a, b_ptr, b_at, b_real, FROM: tl.constexpr, T
     for first in range(FROM, TO, s.STEP):
         b = rows(b_ptr, b_at + first, b_real, 0, s.STEP)
         add_rows(sum_ptr, at + first, mask, tl.dot(a, b, input_precision=s.precision), 0, s.STEP)
+
+
+@triton.jit
+def cast_both(one_ptr, two_ptr, one_size, two_size, to_one_ptr, to_two_ptr, SIZE: tl.constexpr):
+    """Two arrays of any sizes into their own dtypes: XLA would take a launch for each."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tl.store(to_one_ptr + at, tl.load(one_ptr + at, mask=at < one_size).to(to_one_ptr.dtype.element_ty), mask=at < one_size)
+    tl.store(to_two_ptr + at, tl.load(two_ptr + at, mask=at < two_size).to(to_two_ptr.dtype.element_ty), mask=at < two_size)

@@ -16,10 +16,13 @@ import triton
 
 from moejax_kernels import gpu
 from moejax_kernels.sparse_attention import triton_visible
-from moejax_kernels.sparse_attention.triton_backward import gradient_of_keys, gradient_of_queries
+from moejax_kernels.sparse_attention.triton_backward import cast_both, gradient_of_keys, gradient_of_queries
 from moejax_kernels.sparse_attention.triton_forward import attend
 from moejax_kernels.sparse_attention.triton_tiles import Shape
 from moejax_kernels.sparse_attention.widths import parts
+
+CAST = 4096
+"""Numbers of each of two arrays that one program casts."""
 
 
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):
@@ -67,7 +70,13 @@ def _grads(scale, value_dim, saved, do_BLHM):
         s=shape,
         **options,
     )
-    return dq_BLHC, dk_BLGC.astype(k_BLGC.dtype), None if v_BLGM is None else dv_BLGM.astype(v_BLGM.dtype), None, None
+    if v_BLGM is None:
+        return dq_BLHC, dk_BLGC.astype(k_BLGC.dtype), None, None, None
+    if k_BLGC.dtype != jnp.float32:
+        widest = max(dk_BLGC.size, dv_BLGM.size)
+        options = {"grid": triton.cdiv(widest, CAST), "num_warps": 8, "SIZE": CAST}
+        dk_BLGC, dv_BLGM = launch(cast_both, dk_BLGC, dv_BLGM, dk_BLGC.size, dv_BLGM.size, out_type=[k_BLGC, v_BLGM], **options)
+    return dq_BLHC, dk_BLGC, dv_BLGM, None, None
 
 
 _attention.defvjp(_save, _grads)
