@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from moejax_kernels.segments import Segments
 from moejax_kernels.sparse_attention import sparse_attention
+from moejax_kernels.sparse_attention.triton_backward import cast_both
+from moejax_kernels.triton_launch import launch
 
 FORWARD, BACKWARD = 1e-5, 1e-4
 """RMS of the error over RMS of the value: float32 sums in another order, and exp2 for exp; gradients sum over queries too."""
@@ -91,3 +93,11 @@ def test_another_document_has_exactly_no_influence():
     for ours, theirs in zip(before, after, strict=True):
         np.testing.assert_array_equal(ours[:, 6:], theirs[:, 6:])
     assert not np.asarray(before[0])[:, 5:6].any()
+
+
+def test_two_arrays_of_unlike_sizes_are_cast_in_one_launch():
+    one, two = (jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32) for shape in ((5, 1000), (70,)))
+    out_type = [jax.ShapeDtypeStruct(one.shape, jnp.float16), jax.ShapeDtypeStruct(two.shape, jnp.float16)]
+    got = launch(cast_both, one, two, one.size, two.size, out_type=out_type, grid=2, SIZE=4096)
+    for ours, array in zip(got, (one, two), strict=True):
+        np.testing.assert_array_equal(ours, array.astype(jnp.float16))
