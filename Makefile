@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 # (moejax train configs/tiny_hybrid.py --train.steps 20 with and without, two cores of an AMD EPYC, 2026-11-29).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: install train test test-slow test-aot lint format clean
+.PHONY: install train test test-slow test-aot bench bench-gpu lint format clean
 
 install: .venv/installed
 
@@ -31,8 +31,19 @@ test-slow: install
 	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,plan]'
 	@touch $@
 
+.venv/installed-gpu: .venv/installed
+	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,gpu]'
+	@touch $@
+
 test-aot: .venv/installed-plan
 	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m aot --durations=15
+
+bench: install
+	.venv/bin/python kernels/bench/run.py
+
+# Other libraries share the GPU: JAX must not take its memory beforehand.
+bench-gpu: .venv/installed-gpu
+	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python kernels/bench/gpu.py
 
 lint: install
 	$(RUN) ruff check .

@@ -208,14 +208,22 @@ def _backward(setup: Setup, saved, cotangents):
         **setup.tiles("matrix_gradients", key=False),
         **setup.constants("L", "N", "H", "M", "PACKED", "FULL"),
     )
+    dq, dk, dg, dbeta = _input_gradients(setup, saved[0], states, dstates, written, dvalue, do, (da, dqk, dbeta))
+    return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None
+
+
+def _input_gradients(setup: Setup, inputs, states, dstates, written, dvalue, do, pairs):
+    """Of q, k, g and beta, from those of the chunks' states and matrices."""
+    q, k, _, g, beta, _, ids, starts = inputs
+    ids, starts = _or_any(setup, ids, starts, beta)
+    C, H, square = setup.key_dim, setup.heads, setup.per_chunk(CHUNK, CHUNK)
     grouped = setup.key_heads != H
     of_heads = setup.per_token(H, C, dtype="float32" if grouped else setup.dtype)
-    pairs = da, dqk, dbeta
     if not setup.per_channel:
         by_token = setup.per_chunk(CHUNK, dtype="float32")
         pairs = launch(
             gradients.head_pairs,
-            *(q, k, g, beta, ids, starts, setup.choices(), da, dqk, dbeta),
+            *(q, k, g, beta, ids, starts, setup.choices(), *pairs),
             out_type=[square, square, by_token, by_token],
             grid=setup.chunk_grid,
             **setup.tiles("head_pairs", value=False),
@@ -238,7 +246,7 @@ def _backward(setup: Setup, saved, cotangents):
         dg = setup.per_token_sum(dg, g.dtype)
     if grouped:
         dq, dk = (x.reshape(*q.shape[:3], H // setup.key_heads, C).sum(3).astype(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None
+    return dq, dk, dg, dbeta
 
 
 _rule.defvjp(_save, _backward)

@@ -1,0 +1,86 @@
+"""kernels/bench/gpu.py without a GPU: its dry run, and that what is wrong gets no speed."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from moejax_kernels.grouped_matmul.cases import GroupedCase
+from moejax_kernels.survey import TABLES
+
+CASE = GroupedCase("tiny", 40, 5, 7, (0, 13, 0, 0, 20, 0))
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "bench"))
+    import calls
+    import gpu
+
+    return gpu, calls
+
+
+def dry_run(gpu, tmp_path, *ops):
+    assert gpu.main(["--dry-run", *ops, "--json", str(tmp_path / "rows.json")]) == 0
+    return json.loads((tmp_path / "rows.json").read_text())["rows"]
+
+
+def test_a_dry_run_checks_and_times_nothing(bench, tmp_path, capsys):
+    gpu, _ = bench
+    rows = dry_run(gpu, tmp_path, "permute", "unpermute", "gated_activation")
+    assert {(row["error"], *row["ms"]) for row in rows} == {("",)} and len(rows) == 6
+    assert capsys.readouterr().out.count("right; no speeds in a dry run") == 6
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_every_op(bench, tmp_path):
+    gpu, calls = bench
+    assert {row["op"] for row in dry_run(gpu, tmp_path)} == set(calls.CALLS) == set(TABLES)
+
+
+def test_speeds_need_a_gpu(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench[0].main(["permute"])
+    assert "JAX runs on cpu here" in capsys.readouterr().err
+
+
+def one(bench, monkeypatch, *, spoil=0.0):
+    gpu, calls = bench
+    monkeypatch.setattr(gpu, "seconds", lambda run, wait, rounds: 1e-3)
+    monkeypatch.setattr(gpu, "ceiling", lambda unit: 1e9)
+    call = calls.CALLS["grouped_matmul"](CASE, jnp.dtype("float32"))
+    runs, wait, outputs, grads = gpu.ours(call, "xla")
+    spoiled = runs, wait, [outputs[0] + spoil], grads
+    return gpu, gpu._one(
+        "grouped_matmul", "tiny", "ours", call, lambda: spoiled, gpu.truth_of(call, "reference"), "float32", rounds=1, dry=False
+    )
+
+
+def test_rates_and_shares_count_the_work_that_is_needed(bench, monkeypatch):
+    _, row = one(bench, monkeypatch)
+    forward = 2 * 33 * 5 * 7  # rows of groups, width, hidden
+    assert row.error == "" and row.ms == {"forward": 1.0, "both": 1.0}
+    assert row.rate == pytest.approx({"forward": forward / 1e-3, "both": 3 * forward / 1e-3})
+    assert row.share == pytest.approx({"forward": forward / 1e6, "both": 3 * forward / 1e6})
+
+
+def test_a_red_check_prints_no_speed(bench, monkeypatch):
+    gpu, row = one(bench, monkeypatch, spoil=1e-3)
+    assert row.error.startswith("output 0 is off by ") and not row.ms
+    line = gpu.table([row], dry=False).splitlines()[1]
+    assert "limit 1e-05" in line and "FLOP" not in line
+
+
+def test_chosen_keys_are_compared_as_sets(bench):
+    want = np.array([[[3, 1, 0, -1], [5, 2, 1, 0]]])
+    assert bench[0].different_ids(np.array([[[0, 3, 1, -1], [5, 2, 4, 0]]]), want) == pytest.approx(1 / 7)
+
+
+def test_a_library_that_is_not_there_is_named(bench, monkeypatch):
+    gpu, _ = bench
+    monkeypatch.setitem(gpu.PEERS, "grouped_matmul", [gpu.PEERS["kda"][0].__class__("other", "no_such_module", None)])
+    monkeypatch.setattr(gpu, "seconds", lambda run, wait, rounds: 1e-3)
+    monkeypatch.setattr(gpu, "ceiling", lambda unit: 1e9)
+    rows = gpu.measure("grouped_matmul", CASE, "float32", implementation="xla", truth_by="reference", rounds=1, dry=False)
+    assert [(row.way, row.error) for row in rows] == [("other", "not run: no_such_module is not installed"), ("ours", "")]

@@ -1,0 +1,34 @@
+"""`moejax plan`: the real train step of a config, compiled for GPUs that are not there."""
+
+import pathlib
+
+import pytest
+
+from moejax.config.errors import ConfigError
+from moejax.config.load import load_config
+from moejax.plan.compiled import collectives, kernel_uses, launches
+from moejax.plan.targets import TARGETS, parse
+from moejax.plan.train_step import plan_step
+
+pytestmark = pytest.mark.aot
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "tiny_hybrid.py"
+
+
+def test_the_main_job_compiles_for_eight_gpus():
+    target, count = parse("h200x8")
+    planned = plan_step(load_config(CONFIG, []), target, count)
+    uses = kernel_uses(planned.lowered, target)
+    assert uses and all(use.spilled_bytes == 0 for use in uses), uses
+    assert launches(planned.compiled)["triton"] > 0
+    assert collectives(planned.compiled)["all-to-all"] > 0  # rows go to their experts
+    assert "target    8 x NVIDIA H200" in planned.report
+    for title in ("mesh", "weights", "bytes", "kernels", "launches", "traffic"):
+        assert f"\n{title} " in planned.report, planned.report
+
+
+def test_a_target_that_there_is_not_is_named():
+    with pytest.raises(ConfigError, match="--target='h300x8' must be one of a100, h100, h200, b200"):
+        parse("h300x8")
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        parse("h200x12")
+    assert parse("h200x128") == (TARGETS["h200"], 128)
