@@ -36,8 +36,7 @@ def test_one_step_moves_every_weight():
 @pytest.mark.parametrize(
     "config",
     [
-        tiny.model("gdn", moe=tiny.moe(latent_width=8)),
-        tiny.model("mla", residual=ResidualConfig(kind="mhc", num_streams=2)),
+        tiny.model("gdn", "mla", residual=ResidualConfig(kind="mhc", num_streams=2), moe=tiny.moe(latent_width=8)),
         tiny.model("gqa", "gqa", "gqa", residual=ResidualConfig(kind="block_attnres", block_size=2), moe=tiny.moe(shared_gate=True)),
         tiny.model(
             "gqa",
@@ -45,7 +44,7 @@ def test_one_step_moves_every_weight():
             tie_embeddings=True,
         ),
     ],
-    ids=["gdn, latent experts", "mla, mhc", "block_attnres, shared gate", "gqa with all switches"],
+    ids=["gdn and mla, mhc, latent experts", "block_attnres, shared gate", "gqa with all switches"],
 )
 def test_one_step_moves_every_weight_of_other_models(config):
     _, still = moved(tiny.trainer(config, LossConfig(bias_update="sign"), ADAMW))
