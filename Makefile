@@ -36,7 +36,7 @@ test-slow: install
 	@touch $@
 
 test-aot: .venv/installed-plan
-	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m aot --durations=15
+	$(RUN) pytest -n 2 -m aot --durations=15
 
 bench: install
 	.venv/bin/python kernels/bench/run.py
