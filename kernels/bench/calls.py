@@ -113,8 +113,8 @@ def _sparse_inputs(case, dtype):
     return arrays
 
 
-def _sparse_ids(case, arrays, implementation=None):
-    choose = functools.partial(index_topk, topk=case.topk, segments=_segments(case), implementation=implementation)
+def _sparse_ids(case, arrays):
+    choose = functools.partial(index_topk, topk=case.topk, segments=_segments(case))
     return jax.jit(choose)(arrays["index_q"], arrays["index_k"], arrays["index_w"])
 
 

@@ -45,7 +45,7 @@ class Row:
     error: str
     """What is wrong or why it did not run; empty where all is right."""
     ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    """"forward" and, where there are gradients, "both" -> least milliseconds of a call."""
+    """"forward" and, where there are gradients, "both" -> milliseconds of a call, median of the rounds."""
     rate: dict[str, float] = dataclasses.field(default_factory=dict)
     """Work per second: FLOP/s or bytes/s."""
     share: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -163,7 +163,9 @@ def theirs_in_torch(call: Call, run: Callable):
 
 
 def only_first_output(call: Call) -> Call:
-    """For peers whose other outputs differ in form: the truth of the gradients counts the first output alone."""
+    """For peers, whose other outputs differ in form: the truth of the gradients counts the first output alone."""
+    if len(call.cotangents) < 2:
+        return call
     zeros = tuple(jnp.zeros_like(cotangent) for cotangent in call.cotangents[1:])
     return dataclasses.replace(call, cotangents=(*call.cotangents[:1], *zeros))
 
@@ -171,31 +173,34 @@ def only_first_output(call: Call) -> Call:
 def measure(op: str, case, dtype: str, *, implementation, truth_by: str, rounds: int, dry: bool) -> list[Row]:
     """Ours, and each peer of this op."""
     call = CALLS[op](case, jnp.dtype(dtype))
-    ways: list[tuple[str, Call, Callable]] = [("ours", call, lambda: ours(call, implementation))]
-    rows = []
-    for peer in [] if dry else PEERS.get(op, []):
-        if peer.missing:
-            rows.append(Row(op, str(case), peer.library, f"not run: {peer.missing}"))
-        elif run := peer.build(case):
-            alone = only_first_output(call)
-            start = functools.partial(theirs_in_torch if peer.torch else theirs, alone if peer.torch else call, run)
-            ways.append((peer.library, alone if peer.torch else call, start))
-    truths: dict[int, tuple] = {}
-    for way, of, start in ways:
-        if id(of) not in truths:
-            truths[id(of)] = truth_of(of, truth_by)
-        rows.append(_one(op, str(case), way, of, start, truths[id(of)], dtype, rounds=rounds, dry=dry))
+    truth = truth_of(call, truth_by)
+    finish = functools.partial(_finish, dtype=dtype, rounds=rounds, dry=dry)
+    rows = [finish(Row(op, str(case), "ours", "", unit=call.unit), call, ours(call, implementation), truth)]
+    if dry:
+        return rows
+    alone = only_first_output(call)
+    truth = truth if alone is call else truth_of(alone, truth_by)
+    for peer in PEERS.get(op, []):
+        row = Row(op, str(case), peer.library, f"not run: {peer.missing}" if peer.missing else "", unit=call.unit)
+        if row.error:
+            rows.append(row)
+            continue
+        try:
+            run = peer.build(case)
+            started = run and (theirs_in_torch if peer.torch else theirs)(alone, run)
+        except Exception as error:  # any library may raise anything: the row says what, and the other rows stay
+            row.error = f"not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            rows.append(row)
+            continue
+        if started:
+            rows.append(finish(row, alone, started, truth))
     return rows
 
 
-def _one(op: str, case: str, way: str, call: Call, start: Callable, truth, dtype: str, *, rounds: int, dry: bool) -> Row:
-    try:
-        runs, wait, outputs, grads = start()
-    except Exception as error:  # another library's own error is what the row says; ours must not hide
-        if way == "ours":
-            raise
-        return Row(op, case, way, f"not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    row = Row(op, case, way, faults(outputs, grads, truth, dtype), unit=call.unit)
+def _finish(row: Row, call: Call, started, truth, *, dtype: str, rounds: int, dry: bool) -> Row:
+    """Checks what a way computed, and times it if that is right."""
+    runs, wait, outputs, grads = started
+    row.error = faults(outputs, grads, truth, dtype)
     if row.error or dry:
         return row
     for name, run in runs.items():

@@ -51,10 +51,9 @@ def one(bench, monkeypatch, *, spoil=0.0):
     monkeypatch.setattr(gpu, "ceiling", lambda unit: 1e9)
     call = calls.CALLS["grouped_matmul"](CASE, jnp.dtype("float32"))
     runs, wait, outputs, grads = gpu.ours(call, "xla")
-    spoiled = runs, wait, [outputs[0] + spoil], grads
-    return gpu, gpu._one(
-        "grouped_matmul", "tiny", "ours", call, lambda: spoiled, gpu.truth_of(call, "reference"), "float32", rounds=1, dry=False
-    )
+    row = gpu.Row("grouped_matmul", "tiny", "ours", "", unit=call.unit)
+    started = runs, wait, [outputs[0] + spoil], grads
+    return gpu, gpu._finish(row, call, started, gpu.truth_of(call, "reference"), dtype="float32", rounds=1, dry=False)
 
 
 def test_rates_and_shares_count_the_work_that_is_needed(bench, monkeypatch):
@@ -77,10 +76,30 @@ def test_chosen_keys_are_compared_as_sets(bench):
     assert bench[0].different_ids(np.array([[[0, 3, 1, -1], [5, 2, 4, 0]]]), want) == pytest.approx(1 / 7)
 
 
-def test_a_library_that_is_not_there_is_named(bench, monkeypatch):
+def test_a_library_that_is_not_there_or_fails_is_named_and_the_others_stay(bench, monkeypatch):
     gpu, _ = bench
-    monkeypatch.setitem(gpu.PEERS, "grouped_matmul", [gpu.PEERS["kda"][0].__class__("other", "no_such_module", None)])
+    peer = type(gpu.PEERS["kda"][0])
+
+    def broken(case):
+        raise RuntimeError("no kernel\nfor this case")
+
+    peers = [peer("absent", "no_such_module", None), peer("broken", "jax", broken), peer("has nothing", "jax", lambda case: None)]
+    monkeypatch.setitem(gpu.PEERS, "grouped_matmul", [*peers, gpu.PEERS["grouped_matmul"][-1]])
     monkeypatch.setattr(gpu, "seconds", lambda run, wait, rounds: 1e-3)
     monkeypatch.setattr(gpu, "ceiling", lambda unit: 1e9)
     rows = gpu.measure("grouped_matmul", CASE, "float32", implementation="xla", truth_by="reference", rounds=1, dry=False)
-    assert [(row.way, row.error) for row in rows] == [("other", "not run: no_such_module is not installed"), ("ours", "")]
+    assert [(row.way, row.error, bool(row.ms)) for row in rows] == [
+        ("ours", "", True),
+        ("absent", "not run: no_such_module is not installed", False),
+        ("broken", "not run: RuntimeError: no kernel for this case", False),
+        ("lax.ragged_dot", "", True),
+    ]
+
+
+def test_the_gradients_of_a_peer_are_those_of_its_first_output(bench):
+    gpu, calls = bench
+    single = calls.CALLS["grouped_matmul"](CASE, jnp.dtype("float32"))
+    assert gpu.only_first_output(single) is single
+    double = calls.CALLS["kda"](gpu.cases_of("kda", dry=True)[0], jnp.dtype("float32"))
+    first, second = gpu.only_first_output(double).cotangents
+    assert first is double.cotangents[0] and not second.any()

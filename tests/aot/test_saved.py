@@ -9,8 +9,18 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from moejax_kernels import attention, causal_conv, gated_activation, gated_delta, grouped_matmul, index_kl, kda, permute, sparse_attention
-from moejax_kernels import unpermute as unpermute_rows
+from moejax_kernels import (
+    attention,
+    causal_conv,
+    gated_activation,
+    gated_delta,
+    grouped_matmul,
+    index_kl,
+    kda,
+    permute,
+    sparse_attention,
+    unpermute,
+)
 from moejax_kernels.attention.cases import REAL as ATTENTION
 from moejax_kernels.causal_conv.cases import REAL as CONV
 from moejax_kernels.gated_activation.cases import REAL as ACTIVATION
@@ -86,13 +96,13 @@ def of_activation(case):
 def of_permute(case, back):
     x_TD, y_RD, probs_TK, plan = case.shapes(BF16)
     if back:
-        call = lambda y_RD, probs_TK, plan: unpermute_rows(y_RD, plan, probs_TK, implementation="triton_gpu")
+        call = lambda y_RD, probs_TK, plan: unpermute(y_RD, plan, probs_TK, implementation="triton_gpu")
         return (y_RD, probs_TK), kept(call, y_RD, probs_TK, plan), case.tokens
     return (x_TD,), kept(lambda x_TD, plan: permute(x_TD, plan, implementation="triton_gpu"), x_TD, plan), case.tokens
 
 
 def rows():
-    """Op, model, unit, bytes of the inputs that have or need no gradient elsewhere, bytes kept."""
+    """Op, name of the case, what is counted, inputs, bytes kept, and how many tokens or rows there are."""
     yield "kda", "kimi_k3", "token", *of_delta(kda, named(KDA, "kimi_k3"))
     yield "gated_delta", "qwen3_next", "token", *of_delta(gated_delta, named(GATED_DELTA, "qwen3_next"))
     yield "attention", "mixtral", "token", *of_attention(named(ATTENTION, "mixtral"))
