@@ -51,7 +51,7 @@ def ratios(rows: list[Row]) -> list[dict]:
         }
         for row in rows
         for mine in ours
-        if row not in ours and row.case == mine.case
+        if row not in ours and (row.op, row.case) == (mine.op, mine.case)
     ]
 
 

@@ -16,8 +16,8 @@ from moejax_kernels.delta_chunks import CHUNK, Borders
 from moejax_kernels.grouped_matmul.varying import vary_alike
 from moejax_kernels.segments import Segments
 
-BLOCK_NUMBERS = 2**15
-"""Numbers of q in one block of chunks, about: a few tens of such arrays stay in a cache."""
+BLOCK_NUMBERS = 2**17
+"""Numbers of q in one block of chunks, about: a few tens of such arrays stay in a cache, and two cores share each."""
 
 
 def chunked(decays, q_BLGC, k_BLGC, v_BLHM, g_BLHc, beta_BLH, *, segments: Segments | None, initial_state_BHCM, scale):
@@ -94,12 +94,21 @@ class _Plan(NamedTuple):
         _, B, H, _, c = x_NBHtc.shape
         return x_NBHtc.transpose(1, 0, 3, 2, 4).reshape(B, self.block, H, c)
 
-    def cut(self, x_BLa, mode="constant"):
-        """[B, L, ...] -> [blocks, B, block, ...]."""
-        B, L = x_BLa.shape[:2]
+    def fill(self, x_BLa, mode="constant"):
+        """[B, L, ...] -> whole blocks of tokens."""
+        L = x_BLa.shape[1]
         if self.num_blocks * self.block > L:
             x_BLa = jnp.pad(x_BLa, ((0, 0), (0, self.num_blocks * self.block - L)) + ((0, 0),) * (x_BLa.ndim - 2), mode=mode)
-        return x_BLa.reshape(B, self.num_blocks, self.block, *x_BLa.shape[2:]).swapaxes(0, 1)
+        return x_BLa
+
+    def block_of(self, x_BLa, number):
+        """A block of whole ones, taken where it lies: to scan over blocks would copy the array first."""
+        return lax.dynamic_slice_in_dim(x_BLa, number * self.block, self.block, axis=1)
+
+    def cut(self, x_BLa, mode="constant"):
+        """[B, L, ...] -> [blocks, B, block, ...]."""
+        x_BLa = self.fill(x_BLa, mode)
+        return x_BLa.reshape(x_BLa.shape[0], self.num_blocks, self.block, *x_BLa.shape[2:]).swapaxes(0, 1)
 
     def join(self, x_nBta, length: int):
         x_Bnta = x_nBta.swapaxes(0, 1)
@@ -128,13 +137,15 @@ def _scanned(plan: _Plan, arrays, states, tokens: _Tokens | None, route):
 
 
 def _save(plan: _Plan, arrays, states, tokens, route):
+    filled = tuple(plan.fill(x_BLa) for x_BLa in arrays)
+
     def one_block(states, block):
-        blocks, (real_Bt, label_NBt, before_NB1), route = block
-        inputs = plan.load(real_Bt, *blocks)
+        number, (real_Bt, label_NBt, before_NB1), route = block
+        inputs = plan.load(real_Bt, *(plan.block_of(x_BLa, number) for x_BLa in filled))
         o_tM, states, saved = delta_chunks.forward(plan.decays, inputs, states, route, Borders.build(label_NBt, before_NB1))
         return states, (plan.from_chunks(o_tM).astype(arrays[2].dtype), saved)
 
-    blocks = tuple(plan.cut(x_BLa) for x_BLa in arrays), plan.cut_tokens(tokens), plan.cut_route(route)
+    blocks = jnp.arange(plan.num_blocks), plan.cut_tokens(tokens), plan.cut_route(route)
     states, (o_nBtHM, saved) = lax.scan(one_block, states, blocks)
     return (plan.join(o_nBtHM, arrays[2].shape[1]), states), (arrays, tokens, route, saved)
 
@@ -142,16 +153,17 @@ def _save(plan: _Plan, arrays, states, tokens, route):
 def _grads(plan: _Plan, residuals, cotangents):
     arrays, tokens, route, saved = residuals
     do_BLHM, dstates = cotangents
+    filled, do_filled = tuple(plan.fill(x_BLa) for x_BLa in arrays), plan.fill(do_BLHM)
 
     def one_block(dstates, block):
-        blocks, (real_Bt, label_NBt, before_NB1), route, saved, do_BtHM = block
-        inputs, pull = jax.vjp(functools.partial(plan.load, real_Bt), *blocks)
-        do_tM = plan.to_chunks(do_BtHM.astype(plan.dtype))
+        number, (real_Bt, label_NBt, before_NB1), route, saved = block
+        inputs, pull = jax.vjp(functools.partial(plan.load, real_Bt), *(plan.block_of(x_BLa, number) for x_BLa in filled))
+        do_tM = plan.to_chunks(plan.block_of(do_filled, number).astype(plan.dtype))
         dinputs, dstates = delta_chunks.backward(plan.decays, inputs, saved, do_tM, dstates, route, Borders.build(label_NBt, before_NB1))
         return dstates, pull(dinputs)
 
-    blocks = tuple(plan.cut(x_BLa) for x_BLa in arrays), plan.cut_tokens(tokens), plan.cut_route(route)
-    dstates, darrays = lax.scan(one_block, dstates, (*blocks, saved, plan.cut(do_BLHM)), reverse=True)
+    blocks = jnp.arange(plan.num_blocks), plan.cut_tokens(tokens), plan.cut_route(route)
+    dstates, darrays = lax.scan(one_block, dstates, (*blocks, saved), reverse=True)
     return tuple(plan.join(dx_nBta, do_BLHM.shape[1]) for dx_nBta in darrays), dstates, None, None
 
 
