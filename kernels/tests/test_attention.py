@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from moejax_kernels.attention import attention, blocks, cases, xla
+from moejax_kernels.attention import attention, cases, xla
 from moejax_kernels.implementation import UnsupportedError
 from moejax_kernels.segments import Segments
 
@@ -18,9 +18,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-5}  # of the peak: a few roundings 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(blocks, "MIN_QUERIES", 16)
-    monkeypatch.setattr(xla, "MIN_WINDOW_QUERIES", 16)
+    monkeypatch.setattr(xla, "TILE_NUMBERS", 1)
+    monkeypatch.setattr(xla, "MIN_QUERIES", 16)
+    monkeypatch.setattr(xla, "TILE_KEYS", 24)
 
 
 def loops(q, k, v, sinks, ids, *, scale, window):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moejax_kernels.attention import attention, blocks
+from moejax_kernels.attention import xla as attention_xla
 from moejax_kernels.segments import Segments
 from moejax_kernels.sparse_attention import cases, sparse_attention, xla
 
@@ -22,6 +23,9 @@ VARIANTS = pytest.mark.parametrize("variant", ["reference", "masked", "gathered"
 def several_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_NUMBERS", 1)
     monkeypatch.setattr(blocks, "MIN_QUERIES", 50)
+    monkeypatch.setattr(attention_xla, "TILE_NUMBERS", 1)
+    monkeypatch.setattr(attention_xla, "MIN_QUERIES", 50)
+    monkeypatch.setattr(attention_xla, "TILE_KEYS", 40)
 
 
 @pytest.fixture

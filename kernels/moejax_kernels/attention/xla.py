@@ -1,16 +1,22 @@
-"""Attention over blocks of queries. Saves its inputs, its output and one number per query and head; backward redoes the scores."""
+"""Attention in tiles of queries and keys; tiles that no query sees are left out. Saves its inputs, its output and a number per query and head.
+
+Inside, arrays are head-major: [B, G, L, N, ...], N query heads to a key head. Source: the online softmax of FlashAttention, Dao et al. 2022.
+"""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import num_queries, scan_queries
 from moejax_kernels.attention.visibility import chosen, visible
 from moejax_kernels.grouped_matmul.varying import vary_alike
 
-MIN_WINDOW_QUERIES = 64
-"""Queries of one block at least where a window is shorter: they share most of their keys."""
+TILE_KEYS = 256
+TILE_NUMBERS = 2**20
+"""Scores of one tile, all rows and heads together, about: what stays in a cache."""
+MIN_QUERIES = 16
+"""Queries of one tile at least."""
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):
@@ -28,103 +34,173 @@ def _attend(q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, scale, window):
 
 
 def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, scale, window):
-    block, num_keys = _sizes(q_BLHC, segments, window)
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.promote_types(q_BLHC.dtype, jnp.float32))
+    tiles = _Tiles.build(q_BLHC, k_BLGC, ids_BLK, segments, window)
+    inside = jnp.promote_types(q_BLHC.dtype, jnp.float32)
+    dot = functools.partial(jnp.einsum, preferred_element_type=inside)
+    q_BGLNC, k_BGKC, v_BGKM = tiles.of_queries(q_BLHC), tiles.of_keys(k_BLGC), tiles.of_keys(v_BLGM)
+    sinks_G1N = None if sinks_H is None else sinks_H.astype(inside).reshape(k_BLGC.shape[2], 1, -1)
 
-    def forward(_, query_Q, q_BQHC, ids_BQK):
-        key_K, allowed_BQK = _keys(query_Q, num_keys, ids_BQK, q_BLHC.shape[1], segments, window)
-        scores_BGQNK = _scores(dot, q_BQHC, _slice(k_BLGC, key_K), allowed_BQK, scale)
-        peak_BGQN = jnp.max(scores_BGQNK, axis=-1)
-        if sinks_H is not None:
-            sinks_G1N = _grouped(sinks_H[None, None], k_BLGC).astype(peak_BGQN.dtype)[0].swapaxes(0, 1)
-            peak_BGQN = jnp.maximum(peak_BGQN, sinks_G1N)
-        peak_BGQN = jnp.where(jnp.isfinite(peak_BGQN), peak_BGQN, 0)
-        weights_BGQNK = jnp.exp(scores_BGQNK - peak_BGQN[..., None])
-        total_BGQN = jnp.sum(weights_BGQNK, axis=-1)
-        if sinks_H is not None:
-            total_BGQN += jnp.exp(sinks_G1N - peak_BGQN)
+    def forward(_, number):
+        q_BGQNC = tiles.queries(q_BGLNC, number)
+        sees = tiles.visibility(number)
+
+        def add(tile, sums):
+            peak_BGQN, total_BGQN, o_BGQNM = sums
+            scores_BGQNK = _scores(dot, q_BGQNC, tiles.keys(k_BGKC, tile), sees(tile), scale)
+            new_peak_BGQN = jnp.maximum(peak_BGQN, jnp.max(scores_BGQNK, axis=-1))
+            around_BGQN = _finite(new_peak_BGQN)
+            weights_BGQNK, keep_BGQN = jnp.exp(scores_BGQNK - around_BGQN[..., None]), jnp.exp(peak_BGQN - around_BGQN)
+            o_tile_BGQNM = dot("BGQNK,BGKM->BGQNM", weights_BGQNK.astype(v_BLGM.dtype), tiles.keys(v_BGKM, tile))
+            total_BGQN = keep_BGQN * total_BGQN + jnp.sum(weights_BGQNK, axis=-1)
+            return new_peak_BGQN, total_BGQN, keep_BGQN[..., None] * o_BGQNM + o_tile_BGQNM
+
+        nothing = jnp.full(q_BGQNC.shape[:-1], -jnp.inf, inside), jnp.zeros(q_BGQNC.shape[:-1], inside)
+        start = vary_alike(*nothing, jnp.zeros((*q_BGQNC.shape[:-1], v_BLGM.shape[-1]), inside), q_BGQNC)[:3]
+        peak_BGQN, total_BGQN, o_BGQNM = jax.lax.fori_loop(*tiles.seen(number), add, start)
+        if sinks_G1N is not None:
+            around_BGQN = jnp.maximum(peak_BGQN, sinks_G1N)
+            keep_BGQN = jnp.exp(peak_BGQN - around_BGQN)
+            total_BGQN, o_BGQNM = keep_BGQN * total_BGQN + jnp.exp(sinks_G1N - around_BGQN), keep_BGQN[..., None] * o_BGQNM
+            peak_BGQN = around_BGQN
         total_BGQN = jnp.where(total_BGQN > 0, total_BGQN, 1)  # a query that sees nothing
-        o_BGQNM = dot("BGQNK,BKGM->BGQNM", weights_BGQNK.astype(v_BLGM.dtype), _slice(v_BLGM, key_K)) / total_BGQN[..., None]
-        return None, (_heads(o_BGQNM).astype(q_BLHC.dtype), _heads(peak_BGQN + jnp.log(total_BGQN)))
+        o_BGQNM = (o_BGQNM / total_BGQN[..., None]).astype(q_BLHC.dtype)
+        return None, (o_BGQNM, _finite(peak_BGQN) + jnp.log(total_BGQN))
 
-    _, (o_BLHM, log_total_BLH) = scan_queries(forward, None, q_BLHC, ids_BLK, block=block)
+    _, (o, log_total) = jax.lax.scan(forward, None, jnp.arange(tiles.num_blocks))
+    o_BLHM, log_total_BLH = tiles.join(o), tiles.join(log_total[..., None])[..., 0]
     return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH)
 
 
 def _grads(scale, window, saved, do_BLHM):
     q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH = saved
-    block, num_keys = _sizes(q_BLHC, segments, window)
+    tiles = _Tiles.build(q_BLHC, k_BLGC, ids_BLK, segments, window)
     inside = log_total_BLH.dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=inside)
     delta_BLH = jnp.sum(do_BLHM.astype(inside) * o_BLHM.astype(inside), axis=-1)
+    q_BGLNC, do_BGLNM, k_BGKC, v_BGKM = tiles.of_queries(q_BLHC), tiles.of_queries(do_BLHM), tiles.of_keys(k_BLGC), tiles.of_keys(v_BLGM)
+    log_total_BGLN1, delta_BGLN1 = tiles.of_queries(log_total_BLH[..., None]), tiles.of_queries(delta_BLH[..., None])
 
-    def backward(sums, query_Q, q_BQHC, ids_BQK, do_BQHM, delta_BQH, log_total_BQH):
-        dk_BLGC, dv_BLGM = sums
-        key_K, allowed_BQK = _keys(query_Q, num_keys, ids_BQK, q_BLHC.shape[1], segments, window)
-        k_BKGC, v_BKGM = _slice(k_BLGC, key_K), _slice(v_BLGM, key_K)
-        q_BQGNC, do_BQGNM, delta_BQGN, log_total_BQGN = (_grouped(array, k_BLGC) for array in (q_BQHC, do_BQHM, delta_BQH, log_total_BQH))
-        as_column = lambda array_BQGN: array_BQGN.swapaxes(1, 2)[..., None]
-        probs_BGQNK = jnp.exp(_scores(dot, q_BQHC, k_BKGC, allowed_BQK, scale) - as_column(log_total_BQGN))
-        dprobs_BGQNK = dot("BQGNM,BKGM->BGQNK", do_BQGNM, v_BKGM)
-        dscores_BGQNK = (scale * probs_BGQNK * (dprobs_BGQNK - as_column(delta_BQGN))).astype(q_BLHC.dtype)
-        dq_BGQNC = dot("BGQNK,BKGC->BGQNC", dscores_BGQNK, k_BKGC)
-        # the small operand comes first: its transpose, not that of the scores, is what the product needs
-        dk_BGCK = dot("BQGNC,BGQNK->BGCK", q_BQGNC, dscores_BGQNK)
-        dv_BGMK = dot("BQGNM,BGQNK->BGMK", do_BQGNM, probs_BGQNK.astype(do_BLHM.dtype))
-        sums = _add(dk_BLGC, dk_BGCK, key_K), _add(dv_BLGM, dv_BGMK, key_K)
-        return sums, _heads(dq_BGQNC).astype(q_BLHC.dtype)
+    def backward(sums, number):
+        q_BGQNC, do_BGQNM, log_total_BGQN1, delta_BGQN1 = (
+            tiles.queries(x, number) for x in (q_BGLNC, do_BGLNM, log_total_BGLN1, delta_BGLN1)
+        )
+        sees = tiles.visibility(number)
 
-    zeros = vary_alike(jnp.zeros(k_BLGC.shape, inside), jnp.zeros(v_BLGM.shape, inside), do_BLHM)[:2]
-    (dk_BLGC, dv_BLGM), dq_BLHC = scan_queries(backward, zeros, q_BLHC, ids_BLK, do_BLHM, delta_BLH, log_total_BLH, block=block)
+        def add(tile, sums):
+            dk_BGCK, dv_BGMK, dq_BGQNC = sums
+            k_BGTC, v_BGTM = tiles.keys(k_BGKC, tile), tiles.keys(v_BGKM, tile)
+            probs_BGQNT = jnp.exp(_scores(dot, q_BGQNC, k_BGTC, sees(tile), scale) - log_total_BGQN1)
+            dprobs_BGQNT = dot("BGQNM,BGTM->BGQNT", do_BGQNM, v_BGTM)
+            dscores_BGQNT = (scale * probs_BGQNT * (dprobs_BGQNT - delta_BGQN1)).astype(q_BLHC.dtype)
+            # the small operand comes first: its transpose, not that of the scores, is what the product needs
+            dk_BGCT = dot("BGQNC,BGQNT->BGCT", q_BGQNC, dscores_BGQNT)
+            dv_BGMT = dot("BGQNM,BGQNT->BGMT", do_BGQNM, probs_BGQNT.astype(do_BLHM.dtype))
+            dq_BGQNC += dot("BGQNT,BGTC->BGQNC", dscores_BGQNT, k_BGTC)
+            return tiles.add_keys(dk_BGCK, dk_BGCT, tile), tiles.add_keys(dv_BGMK, dv_BGMT, tile), dq_BGQNC
+
+        start = vary_alike(jnp.zeros(q_BGQNC.shape, inside), q_BGQNC)[0]
+        *sums, dq_BGQNC = jax.lax.fori_loop(*tiles.seen(number), add, (*sums, start))
+        return tuple(sums), dq_BGQNC.astype(q_BLHC.dtype)
+
+    zeros = vary_alike(*(jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), inside) for x in (k_BGKC, v_BGKM)), do_BLHM)[:2]
+    (dk_BGCK, dv_BGMK), dq = jax.lax.scan(backward, zeros, jnp.arange(tiles.num_blocks))
+    dk_BLGC, dv_BLGM = (x.transpose(0, 3, 1, 2)[:, : tiles.length] for x in (dk_BGCK, dv_BGMK))
     dsinks_H = None
     if sinks_H is not None:
         dsinks_H = -jnp.sum(jnp.exp(sinks_H.astype(inside) - log_total_BLH) * delta_BLH, axis=(0, 1)).astype(sinks_H.dtype)
-    return dq_BLHC, dk_BLGC.astype(k_BLGC.dtype), dv_BLGM.astype(v_BLGM.dtype), None, dsinks_H, None
+    return tiles.join(dq), dk_BLGC.astype(k_BLGC.dtype), dv_BLGM.astype(v_BLGM.dtype), None, dsinks_H, None
 
 
 _attend.defvjp(_save, _grads)
 
 
-def _sizes(q_BLHC, segments, window) -> tuple[int, int]:
-    """Queries of one block, and keys that they may see."""
-    num_rows, length, num_heads, _ = q_BLHC.shape
-    if window is None or (segments is not None and segments.ancestor_BUU is not None):  # in a tree the parent may lie far to the left
-        return num_queries(length, num_rows * num_heads * length), length
-    block = min(num_queries(length, num_rows * num_heads * min(length, 2 * window)), max(window, MIN_WINDOW_QUERIES))
-    return block, min(length, block + window - 1)
+def _finite(peak_BGQN):
+    """0 for the peak of nothing."""
+    return jnp.where(jnp.isfinite(peak_BGQN), peak_BGQN, 0)
 
 
-def _keys(query_Q, num_keys, ids_BQK, length, segments, window):
-    """Positions of the keys that a block looks at, and which query may see which: [1 or B, Q, keys]."""
-    start = jnp.clip(query_Q[-1] + 1 - num_keys, 0, length - num_keys)
-    key_K = start + jnp.arange(num_keys, dtype=jnp.int32)
-    allowed_BQK = visible(segments, query_Q, key_K, window=window)
-    if ids_BQK is None:
-        return key_K, allowed_BQK
-    return key_K, allowed_BQK & jax.lax.dynamic_slice_in_dim(chosen(ids_BQK, length), start, num_keys, axis=2)
+def _scores(dot, q_BGQNC, k_BGTC, allowed_BQT, scale):
+    scores_BGQNT = scale * dot("BGQNC,BGTC->BGQNT", q_BGQNC, k_BGTC)
+    return jnp.where(allowed_BQT[:, None, :, None], scores_BGQNT, -jnp.inf)  # exp makes an exact 0 of it
 
 
-def _scores(dot, q_BQHC, k_BKGC, allowed_BQK, scale):
-    scores_BGQNK = scale * dot("BQGNC,BKGC->BGQNK", _grouped(q_BQHC, k_BKGC), k_BKGC)
-    return jnp.where(allowed_BQK[:, None, :, None], scores_BGQNK, -jnp.inf)  # exp makes an exact 0 of it
+class _Tiles(NamedTuple):
+    """How a row is cut: blocks of queries, tiles of keys. Both ends are filled up with zeros."""
 
+    block: int
+    """Queries of one block."""
+    tile: int
+    """Keys of one tile."""
+    length: int
+    num_key_heads: int
+    window: int | None
+    segments: Any
+    ids_BLK: Any
 
-def _slice(array_BLGC, key_K):
-    return jax.lax.dynamic_slice_in_dim(array_BLGC, key_K[0], key_K.size, axis=1)
+    @classmethod
+    def build(cls, q_BLHC, k_BLGC, ids_BLK, segments, window):
+        num_rows, length, num_heads, _ = q_BLHC.shape
+        tile = min(length, TILE_KEYS)
+        block = min(length, max(MIN_QUERIES, TILE_NUMBERS // (num_rows * num_heads * tile)))
+        return cls(block, tile, length, k_BLGC.shape[2], window, segments, ids_BLK)
 
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.length // self.block)
 
-def _add(sum_BLGC, d_BGCK, key_K):
-    d_BKGC = jnp.moveaxis(d_BGCK, 3, 1) + _slice(sum_BLGC, key_K)
-    return jax.lax.dynamic_update_slice_in_dim(sum_BLGC, d_BKGC, key_K[0], axis=1)
+    def of_queries(self, x_BLHC):
+        """[B, L, H, C] -> [B, G, whole blocks, N, C]."""
+        B, L, H, C = x_BLHC.shape
+        x_BLHC = jnp.pad(x_BLHC, ((0, 0), (0, -L % self.block), (0, 0), (0, 0)))
+        return x_BLHC.reshape(B, -1, self.num_key_heads, H // self.num_key_heads, C).transpose(0, 2, 1, 3, 4)
 
+    def of_keys(self, x_BLGC):
+        """[B, L, G, C] -> [B, G, whole tiles, C]."""
+        return jnp.pad(x_BLGC, ((0, 0), (0, -self.length % self.tile), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
-def _grouped(array_BQH, k_BLGC):
-    """[B, Q, H, ...] -> [B, Q, G, N, ...]: N query heads share a key head."""
-    num_key_heads = k_BLGC.shape[2]
-    return array_BQH.reshape(*array_BQH.shape[:2], num_key_heads, array_BQH.shape[2] // num_key_heads, *array_BQH.shape[3:])
+    def join(self, x_nBGQNC):
+        """The blocks' [n, B, G, Q, N, C] -> [B, L, H, C]."""
+        n, B, G, Q, N, C = x_nBGQNC.shape
+        return x_nBGQNC.transpose(1, 0, 3, 2, 4, 5).reshape(B, n * Q, G * N, C)[:, : self.length]
 
+    def queries(self, x_BGLNC, number):
+        return jax.lax.dynamic_slice_in_dim(x_BGLNC, number * self.block, self.block, axis=2)
 
-def _heads(array_BGQN):
-    """[B, G, Q, N, ...] -> [B, Q, H, ...]."""
-    array_BQGN = array_BGQN.swapaxes(1, 2)
-    return array_BQGN.reshape(*array_BQGN.shape[:2], -1, *array_BQGN.shape[4:])
+    def keys(self, x_BGKC, tile):
+        return jax.lax.dynamic_slice_in_dim(x_BGKC, tile * self.tile, self.tile, axis=2)
+
+    def add_keys(self, sum_BGCK, d_BGCT, tile):
+        old_BGCT = jax.lax.dynamic_slice_in_dim(sum_BGCK, tile * self.tile, self.tile, axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(sum_BGCK, old_BGCT + d_BGCT, tile * self.tile, axis=3)
+
+    def seen(self, number):
+        """First tile that a block of queries may see, and one past the last."""
+        first = number * self.block
+        end = jnp.minimum(first + self.block, self.length)
+        start = jnp.zeros_like(first) if self.window is None else jnp.maximum(first + 1 - self.window, 0)
+        if self.segments is not None:
+            in_tree = self.segments.ancestor_BUU is not None  # a parent may lie far to the left
+            starts_BL = jnp.pad(jnp.asarray(self.segments.starts_BL), ((0, 0), (0, -self.length % self.block)), constant_values=self.length)
+            start_of_document = jnp.min(jax.lax.dynamic_slice_in_dim(starts_BL, first, self.block, axis=1))
+            start = jnp.zeros_like(first) if in_tree else jnp.maximum(start, start_of_document)
+        return start // self.tile, -(-end // self.tile)
+
+    def visibility(self, number):
+        """Function of a tile to bool [1 or B, Q, T]: which query of a block may see which of its keys."""
+        query_Q = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        chosen_BQK = None
+        if self.ids_BLK is not None:
+            num_keys = self.length + -self.length % self.tile
+            ids_BLK = jnp.pad(self.ids_BLK, ((0, 0), (0, -self.length % self.block), (0, 0)), constant_values=-1)
+            chosen_BQK = chosen(jax.lax.dynamic_slice_in_dim(ids_BLK, number * self.block, self.block, axis=1), num_keys)
+
+        def sees(tile):
+            key_T = tile * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
+            inside_T = key_T < self.length
+            key_T, at_Q = jnp.minimum(key_T, self.length - 1), jnp.minimum(query_Q, self.length - 1)
+            allowed_BQT = visible(self.segments, at_Q, key_T, window=self.window) & inside_T
+            if chosen_BQK is None:
+                return allowed_BQT
+            return allowed_BQT & jax.lax.dynamic_slice_in_dim(chosen_BQK, tile * self.tile, self.tile, axis=2)
+
+        return sees
