@@ -62,7 +62,8 @@ class Setup:
 
     def tiles(self, kernel: str, *, key: bool = True, value: bool = True) -> dict:
         """Launch options of a kernel: warps, and the channels of keys and values that it takes at a time."""
-        tiles = (NARROW if "A100" in (gpu.device_kind() or "") else TILES)[kernel]
+        on_a100 = "A100" in (gpu.device_kind() or "")
+        tiles = ((NARROW if self.key_dim <= 128 else NARROW_WIDE_KEYS) if on_a100 else TILES)[kernel]
         options = {"num_warps": tiles.warps}
         options |= {"BC": block(self.key_dim, tiles.key)} if key else {}
         return options | ({"BM": block(self.value_dim, tiles.value)} if value else {})
@@ -123,6 +124,8 @@ NARROW = TILES | {
     "head_gradients": Tiles(warps=8, key=32),
 }
 """For an A100, whose matmuls read their operands from registers."""
+NARROW_WIDE_KEYS = NARROW | {"carry_state": Tiles(warps=8, value=32), "carry_gradient": Tiles(warps=8, value=16)}
+"""For an A100 and keys of more than 128 channels."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
 
 

@@ -52,8 +52,11 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, num_exp
         arrived_WD = exchange(permute(x_TD, plan.rows))
         grouping, sizes_e = checkpoint_name(dispatch.plan_receive(counts_Se, rows=rows), KEPT)
         weights = {name: gather_shards(array, spec) for name, array, spec in zip(names, arrays, specs, strict=True)}
-        done_WD = apply_experts(weights, permute(arrived_WD, grouping), sizes_e)
-        home_RD = exchange(permute(done_WD, dispatch.inverse(grouping)))
+        if num_devices == 1:  # one sender's rows come grouped
+            home_RD = apply_experts(weights, arrived_WD, sizes_e)
+        else:
+            done_WD = apply_experts(weights, permute(arrived_WD, grouping), sizes_e)
+            home_RD = exchange(permute(done_WD, dispatch.inverse(grouping)))
         y_TD = unpermute(home_RD, plan.rows, probs_TK)
         load_E, dropped = jax.lax.psum((plan.load_E, plan.num_dropped), TOKENS)
         return y_TD.reshape(x_BLD.shape), load_E, dropped

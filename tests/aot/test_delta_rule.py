@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from moejax_kernels import delta_triton, gated_delta, kda
+from moejax_kernels.delta_cases import DeltaCase
 from moejax_kernels.gated_delta import cases as gated_delta_cases
 from moejax_kernels.kda import cases as kda_cases
 from moejax_kernels.segments import Segments
@@ -11,6 +12,7 @@ from moejax_kernels.segments import Segments
 from moejax.plan import compiled, targets
 
 pytestmark = pytest.mark.aot
+WIDTHS = [(64, "h100"), (96, "a100"), (192, "h100"), (256, "a100")]
 CASES = [(kda, case) for case in kda_cases.REAL] + [(gated_delta, case) for case in gated_delta_cases.REAL]
 
 
@@ -40,3 +42,10 @@ def test_few_launches_and_no_spills(op, case, target):
     assert launches["triton"] == len(forward | backward)
     others = sum(launches.values()) - launches["triton"]
     assert others <= (2 if op is kda else 5), launches  # sums over channel blocks, and of value heads that share keys
+
+
+@pytest.mark.parametrize("width, target", WIDTHS)
+@pytest.mark.parametrize("op", [kda, gated_delta], ids=lambda op: op.__name__)
+def test_other_widths_compile_and_hold_all_but_four_registers(op, width, target):
+    lowered, _ = compile_both_ways(op, DeltaCase("width", 1, (1500, 548), 8, 8, width, width), targets.TARGETS[target])
+    assert max(use.spilled_bytes for use in compiled.kernel_uses(lowered, targets.TARGETS[target])) <= 16

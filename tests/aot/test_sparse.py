@@ -43,6 +43,13 @@ def test_attention_is_one_launch_forward_and_three_backward_without_spills(model
     assert counts.total() == 4
 
 
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_every_width_of_grouped_heads_compiles_without_spills(width, target):
+    case = cases.RealSparseCase(name="width", length=2048, heads=32, key_heads=4, key_dim=width, value_dim=width, latent=False, topk=1024)
+    compiled(target, functools.partial(attend, case=case), case.shapes(jnp.bfloat16), ("q", "k", "v", "ids", "do"))
+
+
 @ON_EACH_TARGET
 def test_the_choice_is_one_launch_without_spills(target):
     case = MODELS["deepseek_v32"]
