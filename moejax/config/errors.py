@@ -29,6 +29,10 @@ def require_ranges(group: str, config: Any, **rules: str) -> None:
     for name, rule in rules.items():
         relation, bound, *hint = rule.split(maxsplit=2)
         value = getattr(config, name)
+        require(
+            isinstance(value, int | float),
+            f"{group}.{name}={value!r} is no number; it must be {' '.join((WORDS[relation], bound, *hint))}.",
+        )
         require(RELATIONS[relation](value, float(bound)), f"{group}.{name}={value} must be {' '.join((WORDS[relation], bound, *hint))}.")
 
 

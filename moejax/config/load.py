@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import json
+import re
 import runpy
 import traceback
 import typing
@@ -58,7 +59,25 @@ def _call(path: Path) -> Any:
     except Exception as error:
         inside = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else inside[-1].lineno if inside else "?"
-        raise ConfigError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}, line {line}: {type(error).__name__}: {error}{_legal_fields(error)}") from error
+
+
+def _legal_fields(error: Exception) -> str:
+    """What a config class does take, after Python's complaint of a keyword that it does not."""
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument", str(error))
+    for kind in _classes(RunConfig):
+        if found and kind.__name__ == found[1]:
+            return f". Its fields are {', '.join(field.name for field in dataclasses.fields(kind))}."
+    return ""
+
+
+def _classes(kind: type) -> typing.Iterator[type]:
+    """A config class and those of its fields."""
+    yield kind
+    for inner in typing.get_type_hints(kind).values():
+        for each in (inner, *typing.get_args(inner)):
+            if isinstance(each, type) and dataclasses.is_dataclass(each):
+                yield from _classes(each)
 
 
 def override(config: RunConfig, args: typing.Sequence[str]) -> RunConfig:

@@ -30,6 +30,7 @@ class MeshConfig:
     def __post_init__(self):
         for axis in AXES:
             size = getattr(self, axis)
+            require(isinstance(size, int), f"mesh.{axis}={size!r} is no whole number (int).")
             require(size == -1 or size >= 1, f"mesh.{axis}={size} must be at least 1, or -1 for what is left.")
             if axis not in BUILT and size != 1:
                 raise ConfigError(f"mesh.{axis}={size}: this axis is not built yet, only 1 fits. Built are {', '.join(BUILT)}.")

@@ -5,7 +5,7 @@ import pathlib
 import re
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from moejax.hf.families import CheckpointError
 
@@ -18,16 +18,16 @@ class TensorFiles:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         index = folder / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = sorted(path.name for path in folder.glob("*.safetensors"))
+        # never what else lies there: an optimizer's file has the same keys
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
         absent = [name for name in names if not (folder / name).exists()]
-        if not names:
-            raise CheckpointError(f"{folder}: no *.safetensors file is there.")
         if absent:
-            raise CheckpointError(f"{folder}: files {', '.join(absent)} are missing.")
-        self._files = {name: safe_open(folder / name, framework="numpy") for name in names}
+            there = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))) or "none"
+            raise CheckpointError(
+                f"{folder}: {', '.join(absent)} is missing; a checkpoint is model.safetensors, or the files that "
+                f"model.safetensors.index.json lists. Files of that kind there: {there}."
+            )
+        self._files = {name: _opened(folder / name) for name in names}
         self._file_of = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 (not a dict)
 
     @property
@@ -66,6 +66,13 @@ class TensorFiles:
 
     def _slice(self, key: str):
         return self._files[self._file_of[key]].get_slice(key)
+
+
+def _opened(path: pathlib.Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is no whole safetensors file: {error}.") from error
 
 
 def _some(keys: list[str], limit: int = 10) -> str:

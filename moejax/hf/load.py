@@ -127,7 +127,10 @@ def read_config(folder: pathlib.Path, dtype: Dtype = "bfloat16") -> tuple[ModelC
     source = folder / "config.json"
     if not source.exists():
         raise CheckpointError(f"{folder}: no config.json there.")
-    raw = json.loads(source.read_text())
+    try:
+        raw = json.loads(source.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{source}: is no json: {error}.") from error
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"{source}: model_type={family!r} is not supported; {', '.join(sorted(FAMILIES))} are.")

@@ -128,7 +128,8 @@ def devices(target: Target, count: int) -> list:
     Raises:
       ConfigError: the CUDA plugin of JAX is not installed.
     """
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
+    plugins = importlib.util.find_spec("jax_plugins")  # the search for a module inside an absent package raises
+    if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
         raise ConfigError("compiling for GPUs needs JAX's CUDA plugin: pip install 'moejax[plan]' (no GPU is needed).")
     hosts, each = max(count // GPUS_PER_HOST, 1), min(count, GPUS_PER_HOST)
     topology = topologies.get_topology_desc(

@@ -42,7 +42,17 @@ from moejax.train.program import make_program
 from moejax.train.report import describe, first_non_finite
 from moejax.train.state import TrainState, init_state, placed_shapes
 
-USER_ERRORS = (ConfigError, DataError, StateMismatchError, LayoutError, MissingCheckpointError, DisagreementError, FileExistsError)
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    StateMismatchError,
+    LayoutError,
+    MissingCheckpointError,
+    DisagreementError,
+    FileExistsError,
+    NotADirectoryError,
+    PermissionError,
+)
 """What the person who started the run can mend: the message is enough."""
 
 

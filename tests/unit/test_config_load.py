@@ -45,7 +45,12 @@ def test_a_missing_file_is_answered_with_those_that_are_there(tmp_path):
         ("def config():\n    return 1 / 0\n", r"a\.py, line 5: ZeroDivisionError: division by zero"),
         ("def config(:\n", r"a\.py, line 4: SyntaxError"),
         ("import no_such_module\n", r"a\.py, line 4: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def config():\n    return RunConfig(name='a', mesh=MeshConfig(experts=2))\n", r"a\.py, line 5: TypeError.*'experts'"),
+        (
+            "def config():\n    return RunConfig(name='a', mesh=MeshConfig(experts=2))\n",
+            r"a\.py, line 5: TypeError.*'experts'\. Its fields .* expert,",
+        ),
+        ("def config():\n    return RunConfig(name='a', mesh=MeshConfig(expert='2'))\n", r"mesh\.expert='2' is no whole number"),
+        ("def config():\n    return RunConfig(name='a', mesh=MeshConfig(simulate_devices='2'))\n", r"simulate_devices='2' is no number"),
         ("def config():\n    return RunConfig(name='a', mesh=MeshConfig(expert=-2))\n", r"^mesh\.expert=-2 must be at least 1"),
         (
             "def config():\n    return RunConfig(name='a', optim=OptimConfig(kind='adam'))\n",

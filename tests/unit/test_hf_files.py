@@ -48,6 +48,8 @@ def equal(ours: dict, theirs: dict) -> bool:
 def test_a_kind_of_tensor_that_is_not_read_is_refused_by_name(name, dtype, kind, tmp_path):
     copy("mixtral", tmp_path)
     write_raw(tmp_path / "more.safetensors", name, dtype, np.zeros(4, np.float32 if dtype == "F32" else np.uint8))
+    places = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors") | {name: "more.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(CheckpointError) as refused:
         moejax.load_hf(tmp_path)
     assert kind in str(refused.value) and name in str(refused.value)
@@ -84,13 +86,34 @@ def test_files_named_by_an_index_are_read(tmp_path):
     model = moejax.load_hf(tmp_path)
     assert equal(model.to_hf(model.params), tensors)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"files model-00002-of-00002\.safetensors are missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        moejax.load_hf(tmp_path)
+
+
+def test_another_file_with_the_same_keys_is_never_read(tmp_path):
+    copy("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({key: tensor + 1 for key, tensor in tensors.items()}, tmp_path / "optimizer.safetensors")
+    model = moejax.load_hf(tmp_path)
+    assert equal(model.to_hf(model.params), tensors)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing.*Files of that kind there: optimizer\.safetensors"):
+        moejax.load_hf(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    copy("mixtral", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is no whole safetensors file"):
+        moejax.load_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: is no json"):
         moejax.load_hf(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     shutil.copy(MODELS / "mixtral" / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file is there"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing.*there: none"):
         moejax.load_hf(tmp_path)
 
 
