@@ -35,6 +35,19 @@ def make(out_dir: str | Path, name: str, *, config_json: str, source: str | Path
     return folder
 
 
+def changes(folder: str | Path, config_json: str) -> list[str]:
+    """Fields whose value is another one than in the folder's config.json, as `name: old -> new`; none if there is no such file."""
+    before = Path(folder) / "config.json"
+    old, new = (_flat(json.loads(text)) for text in (before.read_text() if before.exists() else config_json, config_json))
+    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in sorted(old | new) if old.get(name) != new.get(name)]
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(config, dict):
+        return {prefix: config}
+    return {name: value for key, inner in config.items() for name, value in _flat(inner, f"{prefix}.{key}".lstrip(".")).items()}
+
+
 def versions() -> dict[str, Any]:
     """Versions of Python and of the packages that decide numbers, and the devices of all processes."""
     devices = jax.devices()

@@ -125,6 +125,8 @@ class Run:
                 f"data      {len(self.loader.skipped)} files are no UTF-8 text and are left out: {names}{', ...' * (len(self.loader.skipped) > 3)}"
             )
         state = self.load(found)
+        if found is not None and (changed := run_folder.changes(self.folder, to_json(self.config))):
+            self.say(f"config    differs from the one the run had before: {', '.join(changed)}")
         # what is written about a run is written once its start is not refused
         run_folder.make(self.config.out_dir, self.config.name, config_json=to_json(self.config))
         return state

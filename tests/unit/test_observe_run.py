@@ -180,3 +180,10 @@ def test_a_run_that_ends_before_the_steps_to_be_traced_says_so(tmp_path, monkeyp
     profiler.close()
     assert profiler.summary() == said.format(tmp_path / "trace")
     assert calls == ([] if asked == (5, 6) else ["start", "stop"])
+
+
+def test_what_changed_since_the_last_start_is_told(tmp_path):
+    old, new = {"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": {"b": 2, "c": [1, 2]}, "d": None}
+    assert run_folder.changes(tmp_path, json.dumps(new)) == []
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert run_folder.changes(tmp_path, json.dumps(new)) == ["a.b: 1 -> 2"]
