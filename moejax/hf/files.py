@@ -19,7 +19,7 @@ class TensorFiles:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         # never what else lies there: an optimizer's file has the same keys
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
         absent = [name for name in names if not (folder / name).exists()]
         if absent:
             there = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))) or "none"
@@ -66,6 +66,14 @@ class TensorFiles:
 
     def _slice(self, key: str):
         return self._files[self._file_of[key]].get_slice(key)
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """A checkpoint's json file; CheckpointError names one that is none."""
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: is no json: {error}.") from error
 
 
 def _opened(path: pathlib.Path):

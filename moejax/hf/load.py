@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import logging
 import pathlib
 from typing import Any
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from moejax.config.model import Dtype, ModelConfig
 from moejax.data.batch import Batch
 from moejax.hf.families import FAMILIES, CheckpointError, Fields
-from moejax.hf.files import TensorFiles, compare_keys
+from moejax.hf.files import TensorFiles, compare_keys, read_json
 from moejax.hf.names import Entry, entries
 from moejax.model import language_model
 from moejax.parallel.axes import ROWS, TOKENS
@@ -127,10 +126,7 @@ def read_config(folder: pathlib.Path, dtype: Dtype = "bfloat16") -> tuple[ModelC
     source = folder / "config.json"
     if not source.exists():
         raise CheckpointError(f"{folder}: no config.json there.")
-    try:
-        raw = json.loads(source.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{source}: is no json: {error}.") from error
+    raw = read_json(source)
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"{source}: model_type={family!r} is not supported; {', '.join(sorted(FAMILIES))} are.")

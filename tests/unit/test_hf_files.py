@@ -106,6 +106,9 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is no whole safetensors file"):
         moejax.load_hf(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json: is no json"):
+        moejax.load_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: is no json"):
         moejax.load_hf(tmp_path)

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moejax_kernels.attention.blocks import MIN_QUERIES
 from moejax_kernels.attention.visibility import chosen, visible
 from moejax_kernels.grouped_matmul.varying import vary_alike
 
 TILE_KEYS = 256
 TILE_NUMBERS = 2**20
 """Scores of one tile, all rows and heads together, about: what stays in a cache."""
-MIN_QUERIES = 16
-"""Queries of one tile at least."""
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):
