@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.varying import vary_alike
 from moejax_kernels.segments import Segments
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from moejax_kernels import delta_chunks, delta_inputs, delta_states
 from moejax_kernels.delta_chunks import CHUNK, Borders
-from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.varying import vary_alike
 from moejax_kernels.segments import Segments
 
 BLOCK_NUMBERS = 2**17

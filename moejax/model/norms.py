@@ -1,4 +1,6 @@
-"""Norms, in float32 inside."""
+"""Norms, in float32 inside. Those without a mean save their inputs alone for the backward pass."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,42 @@ from moejax.parallel.projection import float_inside
 
 def rms_norm(x, scale_C, *, eps: float):
     """x / rms(x) * scale over the last dim; `scale_C` None leaves the scale out. float32 inside, rounded once."""
+    return _scaled_by_length(1 / x.shape[-1], eps, x, scale_C)
+
+
+def l2_norm(x):
+    """x / sqrt(sum x^2 + 1e-6): the epsilon is inside the root (fla, `l2norm`)."""
+    return _scaled_by_length(1.0, 1e-6, x, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scaled_by_length(share: float, eps: float, x, scale_C):
+    """x * scale / sqrt(share * sum x^2 + eps)."""
+    unit, _ = _unit(share, eps, x)
+    return (unit if scale_C is None else unit * scale_C.astype(unit.dtype)).astype(x.dtype)
+
+
+def _unit(share, eps, x):
     wide = float_inside(x)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
-    return (wide if scale_C is None else wide * scale_C.astype(wide.dtype)).astype(x.dtype)
+    rate = jax.lax.rsqrt(share * jnp.sum(jnp.square(wide), -1, keepdims=True) + eps)
+    return wide * rate, rate
+
+
+def _save(share, eps, x, scale_C):
+    return _scaled_by_length(share, eps, x, scale_C), (x, scale_C)
+
+
+def _grads(share, eps, saved, dy):
+    x, scale_C = saved
+    unit, rate = _unit(share, eps, x)
+    dy = dy.astype(unit.dtype)
+    dunit = dy if scale_C is None else dy * scale_C.astype(unit.dtype)
+    dx = rate * (dunit - share * unit * jnp.sum(unit * dunit, -1, keepdims=True))
+    dscale_C = None if scale_C is None else jnp.sum(dy * unit, tuple(range(x.ndim - 1))).astype(scale_C.dtype)
+    return dx.astype(x.dtype), dscale_C
+
+
+_scaled_by_length.defvjp(_save, _grads)
 
 
 def layer_norm(x, scale_C, bias_C, *, eps: float):
@@ -22,12 +57,6 @@ def layer_norm(x, scale_C, bias_C, *, eps: float):
     wide = wide - jnp.mean(wide, -1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     return (wide * scale_C.astype(wide.dtype) + bias_C.astype(wide.dtype)).astype(x.dtype)
-
-
-def l2_norm(x):
-    """x / sqrt(sum x^2 + 1e-6): the epsilon is inside the root (fla, `l2norm`)."""
-    wide = float_inside(x)
-    return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

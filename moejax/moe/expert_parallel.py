@@ -67,7 +67,7 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, num_exp
 def gather_shards(array, spec: P):
     """This device's experts as a whole: gathered over `fsdp`; the gradient is summed and scattered back in the master's dtype."""
     for dim, axes in enumerate(spec):
-        if axes == "fsdp":
+        if axes == "fsdp" and jax.lax.axis_size("fsdp") > 1:
             array = jax.lax.all_gather(array, "fsdp", axis=dim, tiled=True)
     return array
 

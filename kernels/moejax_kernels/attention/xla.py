@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moejax_kernels.attention.blocks import MIN_QUERIES
 from moejax_kernels.attention.visibility import chosen, visible
-from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.varying import vary_alike
 
 TILE_KEYS = 256
 TILE_NUMBERS = 2**20

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.varying import vary_alike
 
-BLOCKS = (128, 64, 16)
+BLOCKS = (512, 256, 128, 64, 16)
 """Rows of a block: the first for all blocks of a group but its last, which is the smallest that holds what is left. A block pays for
 one read of its weight."""
 

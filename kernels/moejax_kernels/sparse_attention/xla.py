@@ -9,7 +9,7 @@ from moejax_kernels.attention.blocks import num_queries, over_queries, scan_quer
 from moejax_kernels.attention.reference import masked_softmax
 from moejax_kernels.attention.visibility import visible_at
 from moejax_kernels.attention.xla import masked_attention
-from moejax_kernels.grouped_matmul.varying import vary_alike
+from moejax_kernels.varying import vary_alike
 
 DENSE_KEYS = 4
 """Rows with at most so many times K keys are masked, not gathered."""
