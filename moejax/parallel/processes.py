@@ -58,8 +58,8 @@ def _keep_freed_memory() -> None:
     XLA's CPU backend frees its buffers after every step, and pages that come anew must first be cleared: an eighth of a step's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # names of malloc.h
-    for option, value in ((trim_threshold, -1), (mmap_max, 0), (arena_max, 1)):
+    trim_threshold, top_pad, mmap_max = -1, -2, -4  # numbers of malloc.h
+    for option, value in ((trim_threshold, -1), (top_pad, 2**27), (mmap_max, 0)):
         if mallopt is not None and not mallopt(option, value):
             raise OSError(f"mallopt({option}, {value}) was refused by the C library.")
 
