@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from moejax_kernels.varying import vary_alike
 from moejax_kernels.segments import Segments
+from moejax_kernels.varying import vary_alike
 
 
 def check(op: str, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | None, initial_state_BHCM, *, decay_per_channel: bool) -> None:

@@ -13,8 +13,8 @@ from jax import lax
 
 from moejax_kernels import delta_chunks, delta_inputs, delta_states
 from moejax_kernels.delta_chunks import CHUNK, Borders
-from moejax_kernels.varying import vary_alike
 from moejax_kernels.segments import Segments
+from moejax_kernels.varying import vary_alike
 
 BLOCK_NUMBERS = 2**17
 """Numbers of q in one block of chunks, about: a few tens of such arrays stay in a cache, and two cores share each."""

@@ -85,7 +85,7 @@ def _loss_and_grads(config, params, batch):
     def loss(params):
         output = language_model.forward(config, params, batch)
         sums = language_model.cross_entropy_sums(output, batch)
-        return sums.nll_sum / jnp.where(sums.weight_sum > 0, sums.weight_sum, 1)
+        return sums.loss_sum / jnp.where(sums.weight_sum > 0, sums.weight_sum, 1)
 
     return jax.value_and_grad(loss)(params)
 

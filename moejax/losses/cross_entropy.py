@@ -1,6 +1,5 @@
 """Next-token cross-entropy whose logits never exist as a whole, and whose gradients are formed while they do."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -14,9 +13,9 @@ class CrossEntropy(NamedTuple):
     loss_sum: jax.Array
     """nll_sum + z_coef * z_sum: what is differentiated."""
     nll_sum: jax.Array
-    """Weighted negative log-likelihoods, in nats; carries no gradient."""
+    """Weighted negative log-likelihoods, in nats; a report, see below."""
     z_sum: jax.Array
-    """Weighted squared logsumexp of the logits; carries no gradient."""
+    """Weighted squared logsumexp of the logits; a report too: no gradient was formed for it, and asking for one gives NaN."""
     weight_sum: jax.Array
     """Sum of the weights."""
 
@@ -45,68 +44,88 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0,
     z_coef = jax.lax.stop_gradient(jnp.asarray(z_coef, wide))
     weights_BL = jnp.asarray(weights_BL).astype(wide)
     loss_sum, nll_sum, z_sum = _sums(chunk_tokens, *vary_alike(hidden_BLD, unembed_DV, jnp.asarray(targets_BL), weights_BL, z_coef))
-    return CrossEntropy(loss_sum, jax.lax.stop_gradient(nll_sum), jax.lax.stop_gradient(z_sum), weights_BL.sum())
+    return CrossEntropy(loss_sum, nll_sum, z_sum, weights_BL.sum())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
+def _values(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
     """loss_sum, nll_sum, z_sum; the gradient is that of the first."""
-    (nll_sum, z_sum), _ = _sweep(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef, with_gradients=False)
-    return nll_sum + z_coef * z_sum, nll_sum, z_sum
+    head_DV = unembed_DV.astype(hidden_BLD.dtype)
+    chunks = _cut((hidden_BLD, targets_BL, weights_BL), chunk_tokens)
+    _, sums_N2 = jax.lax.scan(lambda _, chunk: (None, _read(chunk, head_DV).sums_2), None, chunks)
+    return _with_loss(sums_N2, z_coef)
 
 
 def _save(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
-    (nll_sum, z_sum), gradients = _sweep(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef, with_gradients=True)
-    return (nll_sum + z_coef * z_sum, nll_sum, z_sum), gradients
-
-
-def _grads(chunk_tokens, gradients, cotangents):
-    dhidden_BLD, dunembed_DV, loss_BL = (cotangents[0].astype(x.dtype) * x for x in gradients)
-    return dhidden_BLD, dunembed_DV, None, loss_BL, None
-
-
-_sums.defvjp(_save, _grads)
-
-
-def _sweep(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef, *, with_gradients: bool):
-    """(nll_sum, z_sum), and the gradients of the loss to hidden states, head and weights, or None."""
-    wide = weights_BL.dtype
-    length, chunk = hidden_BLD.shape[1], min(chunk_tokens, hidden_BLD.shape[1])
+    """The sums, and the gradients of the loss to hidden states, head and weights."""
     head_DV = unembed_DV.astype(hidden_BLD.dtype)
 
     def one_chunk(dunembed_DV, chunk):
-        hidden_BCD, targets_BC, weights_BC = chunk
-        logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, head_DV, preferred_element_type=wide)
-        lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-        # a masked sum and not a gather: -100 picks nothing
-        is_target_BCV = jnp.arange(logits_BCV.shape[-1]) == targets_BC[..., None]
-        nll_BC = lse_BC - jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0), -1)
-        sums_2 = jnp.stack([jnp.sum(weights_BC * nll_BC), jnp.sum(weights_BC * lse_BC**2)])
-        if not with_gradients:
-            return dunembed_DV, (sums_2, None)
-        slope_BC = weights_BC * (1 + 2 * z_coef * lse_BC)
-        dlogits_BCV = slope_BC[..., None] * jnp.exp(logits_BCV - lse_BC[..., None]) - jnp.where(is_target_BCV, weights_BC[..., None], 0)
-        dlogits_BCV = dlogits_BCV.astype(hidden_BCD.dtype)
-        dhidden_BCD = jnp.einsum("bcv,dv->bcd", dlogits_BCV, head_DV, preferred_element_type=wide).astype(hidden_BCD.dtype)
+        hidden_BCD, _, weights_BC = chunk
+        seen = _read(chunk, head_DV)
+        slope_BC1 = (weights_BC * (1 + 2 * z_coef * seen.lse_BC))[..., None]
+        probs_BCV = jnp.exp(seen.logits_BCV - seen.lse_BC[..., None])
+        dlogits_BCV = (slope_BC1 * probs_BCV - jnp.where(seen.is_target_BCV, weights_BC[..., None], 0)).astype(hidden_BCD.dtype)
+        dhidden_BCD = jnp.einsum("bcv,dv->bcd", dlogits_BCV, head_DV, preferred_element_type=weights_BC.dtype)
         dunembed_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV, preferred_element_type=dunembed_DV.dtype)
-        return dunembed_DV, (sums_2, (dhidden_BCD, nll_BC + z_coef * lse_BC**2))
+        return dunembed_DV, (seen.sums_2, dhidden_BCD.astype(hidden_BCD.dtype), seen.nll_BC + z_coef * seen.lse_BC**2)
 
-    sum_dtype = jnp.promote_types(unembed_DV.dtype, wide)
-    start = vary_alike(jnp.zeros(unembed_DV.shape, sum_dtype), hidden_BLD)[0] if with_gradients else None
-    chunks = tuple(_cut(array, chunk) for array in (hidden_BLD, targets_BL, weights_BL))
-    dunembed_DV, (sums_N2, of_chunks) = jax.lax.scan(one_chunk, start, chunks)
-    if not with_gradients:
-        return tuple(sums_N2.sum(0)), None
-    dhidden_BLD, loss_BL = (_join(x)[:, :length] for x in of_chunks)
-    return tuple(sums_N2.sum(0)), (dhidden_BLD, dunembed_DV.astype(unembed_DV.dtype), loss_BL)
+    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.promote_types(unembed_DV.dtype, weights_BL.dtype))
+    chunks = _cut((hidden_BLD, targets_BL, weights_BL), chunk_tokens)
+    dunembed_DV, (sums_N2, dhidden_NBCD, loss_NBC) = jax.lax.scan(one_chunk, vary_alike(zeros_DV, hidden_BLD)[0], chunks)
+    join = lambda array_NBC: _join(array_NBC)[:, : hidden_BLD.shape[1]]
+    return _with_loss(sums_N2, z_coef), (join(dhidden_NBCD), dunembed_DV.astype(unembed_DV.dtype), join(loss_NBC))
 
 
-def _cut(array_BL, chunk: int):
-    """[B, L, ...] -> [L / chunk, B, chunk, ...], padded with zeros."""
-    num = -(-array_BL.shape[1] // chunk)
-    padding = [(0, 0), (0, num * chunk - array_BL.shape[1])] + [(0, 0)] * (array_BL.ndim - 2)
-    padded_BL = jnp.pad(array_BL, padding)
-    return jnp.moveaxis(padded_BL.reshape(array_BL.shape[0], num, chunk, *array_BL.shape[2:]), 1, 0)
+def _grads(chunk_tokens, gradients, cotangents):
+    of_loss, of_nll, of_z = cotangents
+    scale = jnp.where((of_nll == 0) & (of_z == 0), of_loss, jnp.nan)
+    dhidden_BLD, dunembed_DV, loss_BL = (scale.astype(x.dtype) * x for x in gradients)
+    return dhidden_BLD, dunembed_DV, None, loss_BL, None
+
+
+_sums = jax.custom_vjp(_values, nondiff_argnums=(0,))
+_sums.defvjp(_save, _grads)
+
+
+class _Seen(NamedTuple):
+    """What one chunk's logits tell."""
+
+    logits_BCV: jax.Array
+    is_target_BCV: jax.Array
+    lse_BC: jax.Array
+    nll_BC: jax.Array
+    sums_2: jax.Array
+    """Weighted sums of nll and of lse**2."""
+
+
+def _read(chunk, head_DV) -> _Seen:
+    hidden_BCD, targets_BC, weights_BC = chunk
+    logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, head_DV, preferred_element_type=weights_BC.dtype)
+    lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    # a masked sum and not a gather: -100 picks nothing
+    is_target_BCV = jnp.arange(logits_BCV.shape[-1]) == targets_BC[..., None]
+    nll_BC = lse_BC - jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0), -1)
+    sums_2 = jnp.stack([jnp.sum(weights_BC * nll_BC), jnp.sum(weights_BC * lse_BC**2)])
+    return _Seen(logits_BCV, is_target_BCV, lse_BC, nll_BC, sums_2)
+
+
+def _with_loss(sums_N2, z_coef):
+    nll_sum, z_sum = sums_N2.sum(0)
+    return nll_sum + z_coef * z_sum, nll_sum, z_sum
+
+
+def _cut(arrays, chunk_tokens: int):
+    """Each [B, L, ...] -> [L / chunk, B, chunk, ...], padded with zeros."""
+    length = arrays[0].shape[1]
+    chunk = min(chunk_tokens, length)
+    num = -(-length // chunk)
+
+    def cut(array_BL):
+        padding = [(0, 0), (0, num * chunk - length)] + [(0, 0)] * (array_BL.ndim - 2)
+        padded_BL = jnp.pad(array_BL, padding)
+        return jnp.moveaxis(padded_BL.reshape(array_BL.shape[0], num, chunk, *array_BL.shape[2:]), 1, 0)
+
+    return tuple(cut(array) for array in arrays)
 
 
 def _join(array_NBC):

@@ -58,8 +58,9 @@ class Experts(nnx.Module):
 def apply_experts(weights: dict, x_WD, sizes_e, activation: ActivationConfig):
     """Rows grouped by expert through their experts."""
     matmul = lambda x, name: grouped_matmul(x, weights[name], sizes_e)
-    h_WF = activate(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), activation)
-    return matmul(h_WF, "down_EFD")
+    # the activation's result is cheaper to redo than to store
+    down = jax.checkpoint(lambda gate_WF, up_WF, w_EFD: grouped_matmul(activate(gate_WF, up_WF, activation), w_EFD, sizes_e))
+    return down(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), weights["down_EFD"])
 
 
 class Router(nnx.Module):

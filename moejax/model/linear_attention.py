@@ -31,6 +31,15 @@ def short_conv(x_BLX, weight_X4, context: Context):
     return per_rows(run, x_BLX, context.segments, whole=(weight_X4,))
 
 
+def gated_norm(o_BLHM, gate_BLHM, scale_M, *, activation, eps: float):
+    """rms_norm(o) * activation(gate), float32 inside, in the gate's dtype; saves its inputs alone for the backward pass."""
+
+    def inside(o_BLHM, gate_BLHM, scale_M):
+        return (rms_norm(float_inside(o_BLHM), scale_M, eps=eps) * activation(float_inside(gate_BLHM))).astype(gate_BLHM.dtype)
+
+    return jax.checkpoint(inside)(o_BLHM, gate_BLHM, scale_M)
+
+
 class KimiDeltaAttention(nnx.Module):
     """KDA: delta rule with a decay per key channel."""
 
@@ -68,8 +77,7 @@ class KimiDeltaAttention(nnx.Module):
             gate_BLHM = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...])
         else:
             gate_BLHM = project("blr,rhm->blhm", project("bld,dr->blr", x_BLD, self.gate_down_DR[...]), self.gate_up_RHM[...])
-        normed_BLHM = rms_norm(float_inside(o_BLHM), self.out_norm_scale_M[...], eps=self.eps)
-        o_BLHM = (normed_BLHM * jax.nn.sigmoid(float_inside(gate_BLHM))).astype(x_BLD.dtype)
+        o_BLHM = gated_norm(o_BLHM, gate_BLHM, self.out_norm_scale_M[...], activation=jax.nn.sigmoid, eps=self.eps)
         return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
 
     def _convolved(self, x_BLD, context):
@@ -83,12 +91,18 @@ class KimiDeltaAttention(nnx.Module):
 
     def _log_decay(self, x_BLD):
         low_BLR = project("bld,dr->blr", x_BLD, self.decay_down_DR[...])
-        raw_BLHC = float_inside(project("blr,rhc->blhc", low_BLR, self.decay_up_RHC[...]))
-        raw_BLHC = raw_BLHC + self.dt_bias_HC[...].astype(raw_BLHC.dtype)
-        rate_H1 = jnp.exp(self.A_log_H[...].astype(raw_BLHC.dtype))[:, None]
-        if self.config.decay == "bounded":
-            return self.config.lower_bound * jax.nn.sigmoid(rate_H1 * raw_BLHC)
-        return -rate_H1 * jax.nn.softplus(raw_BLHC)
+        raw_BLHC = project("blr,rhc->blhc", low_BLR, self.decay_up_RHC[...])
+
+        @jax.checkpoint  # elementwise: cheaper to redo than to store
+        def decay(raw_BLHC, bias_HC, A_log_H):
+            wide_BLHC = float_inside(raw_BLHC)
+            wide_BLHC = wide_BLHC + bias_HC.astype(wide_BLHC.dtype)
+            rate_H1 = jnp.exp(A_log_H.astype(wide_BLHC.dtype))[:, None]
+            if self.config.decay == "bounded":
+                return self.config.lower_bound * jax.nn.sigmoid(rate_H1 * wide_BLHC)
+            return -rate_H1 * jax.nn.softplus(wide_BLHC)
+
+        return decay(raw_BLHC, self.dt_bias_HC[...], self.A_log_H[...])
 
 
 class GatedDeltaNet(nnx.Module):
@@ -124,6 +138,5 @@ class GatedDeltaNet(nnx.Module):
         g_BLH = -rate_H * jax.nn.softplus(wide_BLH + self.dt_bias_H[...].astype(wide_BLH.dtype))
         run = lambda q, k, v, g, beta, segments: gated_delta(q, k, v, g, beta, segments=segments)[0]
         o_BLHM = per_rows(run, l2_norm(heads(q, key)), l2_norm(heads(k, key)), heads(v, gdn.value_dim), g_BLH, beta_BLH, context.segments)
-        normed_BLHM = rms_norm(float_inside(o_BLHM), self.out_norm_scale_M[...], eps=self.eps)
-        o_BLHM = (normed_BLHM * jax.nn.silu(float_inside(heads(z, gdn.value_dim)))).astype(x_BLD.dtype)
+        o_BLHM = gated_norm(o_BLHM, heads(z, gdn.value_dim), self.out_norm_scale_M[...], activation=jax.nn.silu, eps=self.eps)
         return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}

@@ -11,18 +11,18 @@ from moejax.model.weights import Maker
 from moejax.parallel.projection import float_inside
 
 
-def rms_norm(x, scale_C, *, eps: float):
+def rms_norm(x, scale_C, *, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last dim; `scale_C` None leaves the scale out. float32 inside, rounded once."""
     return _scaled_by_length(1 / x.shape[-1], eps, x, scale_C)
 
 
-def l2_norm(x):
+def l2_norm(x) -> jax.Array:
     """x / sqrt(sum x^2 + 1e-6): the epsilon is inside the root (fla, `l2norm`)."""
     return _scaled_by_length(1.0, 1e-6, x, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scaled_by_length(share: float, eps: float, x, scale_C):
+def _scaled_by_length(share: float, eps: float, x, scale_C) -> jax.Array:
     """x * scale / sqrt(share * sum x^2 + eps)."""
     unit, _ = _unit(share, eps, x)
     return (unit if scale_C is None else unit * scale_C.astype(unit.dtype)).astype(x.dtype)
