@@ -1,6 +1,6 @@
 """Next-token cross-entropy whose logits never exist as a whole, and whose gradients are formed while they do."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0,
     A step thus multiplies three times by the head and makes each logit once: the backward pass only scales what the forward pass
     left, the hidden states' gradient and the head's. Without differentiation the logits alone are made.
 
-    Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits exist at a time.
+    Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits, and
+    their gradients, exist at a time.
     Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside shard_map over rows, with the head marked
     as varying and the sums psummed, both happen once.
 
@@ -35,28 +36,37 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0,
       unembed_DV: output projection in any float dtype; its gradient is summed over chunks in float32, or wider if it is.
       targets_BL: integers; any value where the weight is 0.
       weights_BL: float weight of each token; 0 leaves it out of values and gradients, exactly.
-      z_coef: coefficient of the z-loss, a number or a scalar array without gradient.
+      z_coef: coefficient of the z-loss, a number or a scalar array.
       chunk_tokens: positions of each row per chunk; L need not be a multiple.
 
     Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
     """
     wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32)
-    z_coef = jax.lax.stop_gradient(jnp.asarray(z_coef, wide))
+    z_coef = jnp.asarray(z_coef, wide)
     weights_BL = jnp.asarray(weights_BL).astype(wide)
-    loss_sum, nll_sum, z_sum = _sums(chunk_tokens, *vary_alike(hidden_BLD, unembed_DV, jnp.asarray(targets_BL), weights_BL, z_coef))
+    statics = _Statics(chunk_tokens, (hidden_BLD.dtype, unembed_DV.dtype))
+    loss_sum, nll_sum, z_sum = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, jnp.asarray(targets_BL), weights_BL, z_coef))
     return CrossEntropy(loss_sum, nll_sum, z_sum, weights_BL.sum())
 
 
-def _values(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
+class _Statics(NamedTuple):
+    """What is known when a step is compiled."""
+
+    chunk_tokens: int
+    dtypes: tuple[Any, Any]
+    """Of the hidden states' and the head's gradient, which are rounded once, after the incoming cotangent has scaled them."""
+
+
+def _values(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
     """loss_sum, nll_sum, z_sum; the gradient is that of the first."""
     head_DV = unembed_DV.astype(hidden_BLD.dtype)
-    chunks = _cut((hidden_BLD, targets_BL, weights_BL), chunk_tokens)
+    chunks = _cut((hidden_BLD, targets_BL, weights_BL), statics.chunk_tokens)
     _, sums_N2 = jax.lax.scan(lambda _, chunk: (None, _read(chunk, head_DV).sums_2), None, chunks)
     return _with_loss(sums_N2, z_coef)
 
 
-def _save(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
-    """The sums, and the gradients of the loss to hidden states, head and weights."""
+def _save(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
+    """The sums, and the gradients of the loss to hidden states, head, weights and z_coef."""
     head_DV = unembed_DV.astype(hidden_BLD.dtype)
 
     def one_chunk(dunembed_DV, chunk):
@@ -67,20 +77,22 @@ def _save(chunk_tokens, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
         dlogits_BCV = (slope_BC1 * probs_BCV - jnp.where(seen.is_target_BCV, weights_BC[..., None], 0)).astype(hidden_BCD.dtype)
         dhidden_BCD = jnp.einsum("bcv,dv->bcd", dlogits_BCV, head_DV, preferred_element_type=weights_BC.dtype)
         dunembed_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV, preferred_element_type=dunembed_DV.dtype)
-        return dunembed_DV, (seen.sums_2, dhidden_BCD.astype(hidden_BCD.dtype), seen.nll_BC + z_coef * seen.lse_BC**2)
+        return dunembed_DV, (seen.sums_2, dhidden_BCD, seen.nll_BC + z_coef * seen.lse_BC**2)
 
     zeros_DV = jnp.zeros(unembed_DV.shape, jnp.promote_types(unembed_DV.dtype, weights_BL.dtype))
-    chunks = _cut((hidden_BLD, targets_BL, weights_BL), chunk_tokens)
+    chunks = _cut((hidden_BLD, targets_BL, weights_BL), statics.chunk_tokens)
     dunembed_DV, (sums_N2, dhidden_NBCD, loss_NBC) = jax.lax.scan(one_chunk, vary_alike(zeros_DV, hidden_BLD)[0], chunks)
     join = lambda array_NBC: _join(array_NBC)[:, : hidden_BLD.shape[1]]
-    return _with_loss(sums_N2, z_coef), (join(dhidden_NBCD), dunembed_DV.astype(unembed_DV.dtype), join(loss_NBC))
+    sums = _with_loss(sums_N2, z_coef)
+    return sums, (join(dhidden_NBCD), dunembed_DV, join(loss_NBC), sums[2])
 
 
-def _grads(chunk_tokens, gradients, cotangents):
+def _grads(statics: _Statics, gradients, cotangents):
     of_loss, of_nll, of_z = cotangents
     scale = jnp.where((of_nll == 0) & (of_z == 0), of_loss, jnp.nan)
-    dhidden_BLD, dunembed_DV, loss_BL = (scale.astype(x.dtype) * x for x in gradients)
-    return dhidden_BLD, dunembed_DV, None, loss_BL, None
+    *of_weights, dloss_BL, z_sum = (scale * x for x in gradients)
+    dhidden_BLD, dunembed_DV = (x.astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True))
+    return dhidden_BLD, dunembed_DV, None, dloss_BL, z_sum
 
 
 _sums = jax.custom_vjp(_values, nondiff_argnums=(0,))

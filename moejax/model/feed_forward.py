@@ -37,7 +37,9 @@ class Dense(nnx.Module):
     def __call__(self, x_BLD, context: Context | None = None):
         gate_BLF = project("bld,df->blf", x_BLD, self.gate_DF[...])
         up_BLF = project("bld,df->blf", x_BLD, self.up_DF[...])
-        return project("blf,fd->bld", activate(gate_BLF, up_BLF, self.activation), self.down_FD[...]), {}
+        # the activation's result is cheaper to redo than to store
+        down = jax.checkpoint(lambda gate_BLF, up_BLF, w_FD: project("blf,fd->bld", activate(gate_BLF, up_BLF, self.activation), w_FD))
+        return down(gate_BLF, up_BLF, self.down_FD[...]), {}
 
 
 class Experts(nnx.Module):
@@ -58,7 +60,6 @@ class Experts(nnx.Module):
 def apply_experts(weights: dict, x_WD, sizes_e, activation: ActivationConfig):
     """Rows grouped by expert through their experts."""
     matmul = lambda x, name: grouped_matmul(x, weights[name], sizes_e)
-    # the activation's result is cheaper to redo than to store
     down = jax.checkpoint(lambda gate_WF, up_WF, w_EFD: grouped_matmul(activate(gate_WF, up_WF, activation), w_EFD, sizes_e))
     return down(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), weights["down_EFD"])
 

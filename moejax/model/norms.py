@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from moejax_kernels.varying import vary_alike
 
 from moejax.config.model import ModelConfig
 from moejax.model.weights import Maker
@@ -13,7 +14,7 @@ from moejax.parallel.projection import float_inside
 
 def rms_norm(x, scale_C, *, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last dim; `scale_C` None leaves the scale out. float32 inside, rounded once."""
-    return _scaled_by_length(1 / x.shape[-1], eps, x, scale_C)
+    return _scaled_by_length(1 / x.shape[-1], eps, *vary_alike(x, scale_C))
 
 
 def l2_norm(x) -> jax.Array:

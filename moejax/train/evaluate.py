@@ -21,7 +21,7 @@ def eval_step(params: dict, batches, *, config: ModelConfig, index: str = "none"
 
     Args:
       index: "dense" while sparse attention is still dense (the indexer's warm-up).
-      chunk_tokens: tokens whose logits a device holds at once.
+      chunk_tokens: tokens of each row whose logits a device holds at once.
     """
     switches = Switches(index="dense" if index == "dense" else "none")
 

@@ -155,6 +155,26 @@ def test_bfloat16_keeps_logits_and_head_gradient_in_float32():
     close(dunembed_DV, want_grads[1], 2**-7)
 
 
+@pytest.mark.parametrize("count", [257, 1000, 4000])
+def test_a_scale_that_bfloat16_cannot_hold_reaches_the_hidden_states_unrounded(count):
+    hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case(D=64, V=64)
+    hidden_BLD, unembed_DV = hidden_BLD.astype(jnp.bfloat16), unembed_DV.astype(jnp.float32)
+
+    def gradient(scale):
+        loss = lambda hidden: scale * cross_entropy(hidden, unembed_DV, targets_BL, weights_BL, chunk_tokens=4).loss_sum
+        return np.asarray(jax.jit(jax.grad(loss))(hidden_BLD), np.float64)
+
+    whole, scaled = gradient(1.0), gradient(1 / count)
+    # the factor that fits best: roundings of 1,408 numbers by up to 2**-9 average out, a common one would not
+    assert abs(count * np.vdot(scaled, whole) / np.vdot(whole, whole) - 1) < 3e-4
+
+
+def test_the_gradient_of_the_z_coefficient_is_the_z_sum():
+    hidden_BLD, unembed_DV, targets_BL, weights_BL = random_case()
+    sums = lambda z_coef: cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef=z_coef, chunk_tokens=4)
+    close(jax.grad(lambda z_coef: 3 * sums(z_coef).loss_sum)(0.1), 3 * sums(0.1).z_sum, 1e-6)
+
+
 def test_compiled_temporaries_do_not_hold_the_logits():
     B, L, D, V = 1, 1024, 8, 4096
     shapes = (jax.ShapeDtypeStruct((B, L, D), jnp.float32), jax.ShapeDtypeStruct((D, V), jnp.float32))

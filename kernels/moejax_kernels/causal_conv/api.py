@@ -38,7 +38,7 @@ def causal_conv(
     Returns:
       y_BLD like x, computed in float32 (float64 where an input is) and rounded once, and history_B3D in x's dtype: the inputs of the
       row's last three tokens that are not padding, 0 where one is not of the last one's document. Moves 2*B*L*D*itemsize bytes
-      forward, about twice that backward. "triton_gpu" saves its inputs for backward and launches once forward, twice backward.
+      forward, about twice that backward. Saves its inputs alone for backward; "triton_gpu" launches once forward, twice backward.
 
     Raises:
       ValueError: shapes that do not fit each other, inputs that are not floating point, an unknown activation.

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from moejax_kernels.varying import vary_alike
 
 BLOCKS = (512, 256, 128, 64, 16)
-"""Rows of a block: the first for all blocks of a group but its last, which is the smallest that holds what is left. A block pays for
-one read of its weight."""
+"""Rows of a block. A block pays for one read of its weight and one hand-out to the threads, so a group is cut into large ones first."""
 
 
 def grouped_matmul(x_RD, w_EDF, group_sizes_E):
@@ -100,15 +99,12 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(group_sizes_E, num_rows: int):
-    """Groups cut into blocks, by size."""
+    """Groups cut into blocks, the largest first. A block is filled up with rows that are not the group's only where they are few."""
     full = min(BLOCKS[0], num_rows)
     sizes = [full, *(size for size in BLOCKS if size < full)]
     row_end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
-    rest_E = group_sizes_E % full
-    for number, size in enumerate(sizes):
-        smaller = sizes[number + 1] if number + 1 < len(sizes) else 0
-        num_E = ((rest_E > smaller) & (rest_E <= size)).astype(jnp.int32)
-        first_E = row_end_E - rest_E
-        if size == full:
-            num_E, first_E = num_E + group_sizes_E // full, row_end_E - group_sizes_E
+    first_E = row_end_E - group_sizes_E
+    for size, smaller in zip(sizes, [*sizes[1:], 2 * (sizes[-1] - 1)], strict=True):  # the last size takes all that is left
+        num_E = (jnp.maximum(row_end_E - first_E, 0) + smaller // 2) // size
         yield _Blocks(size, num_rows, jnp.cumsum(num_E, dtype=jnp.int32), num_E, first_E, row_end_E)
+        first_E = first_E + num_E * size
