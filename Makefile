@@ -4,7 +4,7 @@ PYTHON := $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 RUN := .venv/bin/python -m
 export JAX_PLATFORMS ?= cpu
-# Big pages for the CPU backend's buffers, which are mapped anew at every step: 4,325 against 2,819 tokens/s at step 10 of the main job
+# Big pages for the CPU backend's buffers: 4,325 against 2,819 tokens/s at step 10 of the main job, when freed memory was not yet kept
 # (moejax train configs/tiny_hybrid.py --train.steps 20 with and without, two cores of an AMD EPYC, 2026-11-29).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 

@@ -31,14 +31,18 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
 
     Returns:
       o_BLHM, dtype of q; float32 inside (float64 for float64). A token that sees nothing (padding) gives exactly 0, and what lies in
-      another document has exactly no influence on values or gradients. "xla" saves its inputs for backward and recomputes blocks of
-      queries; [L, L] exists as a whole only for short rows. "triton_gpu" saves its inputs, o and 4 bytes per query and head.
+      another document has exactly no influence on values or gradients. Both versions work on tiles, leave out those that no query of a
+      block sees, and save their inputs, o and a float32 per query and head. Moves q, k, v and o once forward, and these and their
+      gradients once backward; k and v once more per block of queries where no cache holds them.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or a window below 1.
       UnsupportedError: "triton_gpu" without an NVIDIA GPU, with segment trees, or other widths, dtypes or scales than it takes.
 
-    Source: Vaswani et al. 2017, section 3.2; sinks as in gpt-oss.
+    cuDNN is not among them: JAX's entry to it (`jax.nn.dot_product_attention`) takes a length per row, but no documents inside a row
+    other than as a mask of L x L.
+
+    Source: Vaswani et al. 2017, section 3.2; tiles after FlashAttention, Dao et al. 2022; sinks as in gpt-oss.
     """
     sizes = check("attention", q_BLHC=q_BLHC, k_BLGC=k_BLGC, v_BLGM=v_BLGM, sinks_H=sinks_H)
     check_heads("attention", sizes["H"], sizes["G"])

@@ -43,6 +43,7 @@ def gated_delta(
       computation: float32, or float64 where an input is. "xla" works on blocks that fit a cache and saves, per token and head, the
       inputs, 32 + M numbers, and a state per 16 tokens. "triton_gpu" keeps, beside the inputs, two 64 x 64 matrices and one state
       per head and 64 tokens, in v's dtype: 2*(128 + C*M/64) bytes a token and head in bfloat16.
+      Moves the inputs, o and what is kept once forward; these, do and the inputs' gradients once backward.
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.

@@ -26,12 +26,15 @@ def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation
 
     Returns:
       y_RF, dtype of x, accumulated in float32 (float64 for float64). Padding rows are exactly 0, whatever x holds there, and get
-      gradient 0; an empty group's weight gets gradient exactly 0. The work follows the real rows, not R or E ("reference" aside). Moves
+      gradient 0; an empty group's weight gets gradient exactly 0. The work follows the real rows, not R or E ("reference" aside);
+      a group of 48 rows or more pays for up to a third more than it has ("xla"). Moves
       (R*D + R*F + E*D*F)*itemsize bytes forward, twice that backward, where rows and weights meet in the cache.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
       UnsupportedError: the named implementation cannot run these arrays on this device; the message says why.
+
+    Source: the block-sparse products of MegaBlocks, Gale et al. 2022 (arXiv 2211.15841), with rows grouped instead of padded.
     """
     check("grouped_matmul", integer=("group_sizes_E",), x_RD=x_RD, w_EDF=w_EDF, group_sizes_E=group_sizes_E)
     if jnp.promote_types(x_RD.dtype, w_EDF.dtype) != w_EDF.dtype:

@@ -29,7 +29,8 @@ def index_kl(
       implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
-      kl_BL in nats, float32 (float64 for float64); 0 where a query sees nothing. The caller weights and averages.
+      kl_BL in nats, float32 (float64 for float64); 0 where a query sees nothing. The caller weights and averages. With ids each query
+      reads its own K keys of both kinds, L*K*(G*C + C_index)*itemsize bytes a row; without, all keys once per block of queries.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.

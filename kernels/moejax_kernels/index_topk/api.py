@@ -36,7 +36,8 @@ def index_topk(
     Returns:
       ids_BLK, int32, indices along S (row positions, or pools), by falling score and of equal scores the lower first; -1 in the slots
       left over, which are the last. Scores are float32 (float64 for float64). Not differentiable: no gradient reaches the inputs.
-      "xla" and "triton_gpu" stream over tiles of keys: [L, S] never exists as a whole for long rows.
+      "xla" and "triton_gpu" stream over tiles of keys: [L, S] never exists as a whole for long rows. Moves L*J*(C + 1)*itemsize and
+      4*L*topk bytes a row, and the keys, S*C*itemsize, once per block of queries.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or topk below 1.

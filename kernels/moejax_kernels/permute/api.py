@@ -27,6 +27,8 @@ def permute(x_TD, plan: RowPlan, *, implementation: Implementation | None = None
     Raises:
       ValueError: shapes or dtypes that do not fit together.
       UnsupportedError: the named implementation cannot run these arrays on this device; the message says why.
+
+    Source: the token permutation of Megatron Core's MoE layer (`moe_utils.permute`), as a gather in both directions.
     """
     check("permute", integer=("source_R", "slot_TK"), x_TD=x_TD, source_R=plan.source_R, slot_TK=plan.slot_TK)
     return choose("permute", implementation, PERMUTE, why_not={"triton_gpu": _why_no_triton(x_TD=x_TD)})(x_TD, plan)
@@ -48,6 +50,8 @@ def unpermute(y_RD, plan: RowPlan, probs_TK, *, implementation: Implementation |
     Raises:
       ValueError: shapes or dtypes that do not fit together.
       UnsupportedError: the named implementation cannot run these arrays on this device; the message says why.
+
+    Source: as for permute (`moe_utils.unpermute`).
     """
     check("unpermute", integer=("source_R", "slot_TK"), y_RD=y_RD, source_R=plan.source_R, slot_TK=plan.slot_TK, probs_TK=probs_TK)
     why_not = {"triton_gpu": _why_no_triton(y_RD=y_RD, probs_TK=probs_TK)}

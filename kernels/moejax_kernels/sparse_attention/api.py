@@ -28,7 +28,9 @@ def sparse_attention(
       implementation: "reference", "xla", "triton_gpu" (see Raises), or None for the fastest that runs here. A name never falls back.
 
     Returns:
-      o_BLHM, dtype of q; float32 inside (float64 for float64). A query without keys gives exactly 0.
+      o_BLHM, dtype of q; float32 inside (float64 for float64). A query without keys gives exactly 0. Each query reads its own keys:
+      L*G*K*(C + M)*itemsize bytes a row forward (value_dim: L*K*C), beside q, o and the ids once; backward as much again, and as many
+      float32 sums for the gradients of keys and values. docs/kernels.md lists what "triton_gpu" keeps for that.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or value_dim with v, without v missing or above C.
