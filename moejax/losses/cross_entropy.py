@@ -13,9 +13,9 @@ class CrossEntropy(NamedTuple):
     loss_sum: jax.Array
     """nll_sum + z_coef * z_sum: what is differentiated."""
     nll_sum: jax.Array
-    """Weighted negative log-likelihoods, in nats; a report, see below."""
+    """Weighted negative log-likelihoods, in nats. A report: no gradient was formed for it, and asking for one gives NaN."""
     z_sum: jax.Array
-    """Weighted squared logsumexp of the logits; a report too: no gradient was formed for it, and asking for one gives NaN."""
+    """Weighted squared logsumexp of the logits. A report too."""
     weight_sum: jax.Array
     """Sum of the weights."""
 
@@ -26,10 +26,9 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0,
     A step thus multiplies three times by the head and makes each logit once: the backward pass only scales what the forward pass
     left, the hidden states' gradient and the head's. Without differentiation the logits alone are made.
 
-    Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits, and
-    their gradients, exist at a time.
-    Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside shard_map over rows, with the head marked
-    as varying and the sums psummed, both happen once.
+    Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits and their gradients exist at a time, and
+    the hidden states' gradient in float32. Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside
+    shard_map over rows, with the head marked as varying and the sums psummed, both happen once.
 
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
@@ -39,7 +38,7 @@ def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0,
       z_coef: coefficient of the z-loss, a number or a scalar array.
       chunk_tokens: positions of each row per chunk; L need not be a multiple.
 
-    Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
+    Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989).
     """
     wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32)
     z_coef = jnp.asarray(z_coef, wide)
