@@ -22,6 +22,7 @@ def config() -> RunConfig:
             vocab_size=4096,
             width=256,
             num_layers=4,
+            scan_layers=False,
             mixers=("kda", "kda", "kda", "mla"),
             feed_forwards=("dense", "moe", "moe", "moe"),
             dense_hidden=512,

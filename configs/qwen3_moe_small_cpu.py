@@ -22,6 +22,7 @@ def config() -> RunConfig:
             vocab_size=4096,
             width=256,
             num_layers=4,
+            scan_layers=False,
             mixers=("gqa",),
             gqa=GQAConfig(num_heads=4, num_kv_heads=4, head_dim=64, qk_norm=True),
             moe=MoEConfig(num_experts=32, experts_per_token=4, hidden=128, router=RouterConfig(score="softmax")),

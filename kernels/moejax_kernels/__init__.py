@@ -5,7 +5,9 @@ from moejax_kernels.causal_conv.api import causal_conv
 from moejax_kernels.gated_activation.api import gated_activation
 from moejax_kernels.gated_delta.api import gated_delta
 from moejax_kernels.gated_delta.shards import gated_delta_shard_summary
+from moejax_kernels.group_ranks.api import group_ranks
 from moejax_kernels.grouped_matmul.api import grouped_matmul
+from moejax_kernels.grouped_mlp.api import grouped_mlp
 from moejax_kernels.implementation import Implementation, UnsupportedError
 from moejax_kernels.index_kl.api import index_kl
 from moejax_kernels.index_topk.api import index_topk
@@ -26,7 +28,9 @@ __all__ = [
     "gated_activation",
     "gated_delta",
     "gated_delta_shard_summary",
+    "group_ranks",
     "grouped_matmul",
+    "grouped_mlp",
     "index_kl",
     "index_topk",
     "kda",

@@ -9,6 +9,7 @@ import pytest
 from moejax_kernels.causal_conv.cases import ConvCase
 from moejax_kernels.delta_cases import DeltaCase
 from moejax_kernels.grouped_matmul.cases import GroupedCase
+from moejax_kernels.grouped_mlp.cases import MLPCase
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ SAME = {
     "kda": (DeltaCase("tiny", 1, None, 2, 2, 4, 4, length=64), {"ours", "ours, g >= -5", "plain chunks", "scan"}),
     "gated_delta": (DeltaCase("tiny", 1, None, 2, 2, 4, 4, length=64), {"ours", "plain chunks", "scan"}),
     "grouped_matmul": (GroupedCase("tiny", 40, 5, 7, (0, 13, 0, 0, 27, 0)), {"ours", "ragged_dot"}),
+    "grouped_mlp": (MLPCase("tiny", 40, 5, 7, (0, 13, 0, 0, 27, 0)), {"ours", "separate ops"}),
     "causal_conv": (ConvCase("tiny", 2, None, 3, length=9), {"ours", "conv_general_dilated"}),
 }
 
@@ -50,9 +52,26 @@ def test_the_report_sets_ours_against_the_others_of_its_case(bench):
     rows += [row("l2048", "ours", 1.0, 100), row("l2048", "scan", 6.0, 1600), row("other", "ours", 3.0, 7), row("other", "scan", 3.0, 7)]
     first, second = found = run.ratios(rows)
     assert (first["case"], first["speed_cpu"], first["speed_wall"], first["temporaries"]) == ("l2048", 6.0, 6.0, 16.0)
-    assert first["bars"] == {"speed": 5.0, "temporaries": 8.0}
+    assert first["bars"] == {"speed_wall": 5.0, "temporaries": 8.0}
     assert (second["case"], second["speed_cpu"], second["bars"]) == ("other", 1.0, {})
     assert "ours against scan: 6.00 x by CPU time" in run.table(rows, found)
+
+
+@pytest.mark.parametrize(("wall_s", "missed"), [(6.0, 0), (4.9, 1)])
+def test_a_bar_that_is_missed_on_the_clock_is_named_and_fails(bench, monkeypatch, tmp_path, capsys, wall_s, missed):
+    measure, _, run = bench
+    rows = [measure.Row("kda", "l2048", "ours", 100, 10, 1.0, 1.0), measure.Row("kda", "l2048", "scan", 1600, 10, 9.0, wall_s)]
+    monkeypatch.setattr(run, "compare", lambda *args, **options: rows)
+    monkeypatch.setitem(run.WAYS, "kda", lambda case: {})
+    assert run.main(["kda", "--json", str(tmp_path / "rows.json")]) == missed
+    printed = capsys.readouterr().out
+    assert ("(MISSED: speed_wall 5)" in printed) == bool(missed) and "(met: temporaries 8)" in printed
+
+
+def test_temporaries_of_many_groups_are_judged_by_the_results(bench):
+    measure, _, run = bench
+    row = lambda temporaries: measure.Row("grouped_matmul", "skewed_896", "ours", temporaries, 100, 1.0, 1.0)
+    assert [run.ratios([row(temporaries)])[0]["missed"] for temporaries in (300, 301)] == [[], ["temporaries"]]
 
 
 def test_rounds_are_interleaved_and_the_best_counts(bench):

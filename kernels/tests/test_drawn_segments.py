@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from moejax_kernels import Segments, attention, causal_conv, gated_delta, index_kl, index_topk, kda, sparse_attention
-from moejax_kernels.attention import blocks
+from moejax_kernels import Segments, attention, causal_conv, gated_delta, index_kl, index_topk, kda, query_blocks, sparse_attention
 from moejax_kernels.sparse_attention import xla as sparse_xla
 
 LENGTH, RUNS, TOPK = 36, 6, 5
@@ -23,8 +22,8 @@ FAST = ("kda", "causal_conv", "sparse_attention")
 @pytest.fixture(autouse=True, scope="module")
 def several_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_NUMBERS", 1)
-        patch.setattr(blocks, "MIN_QUERIES", 10)
+        patch.setattr(query_blocks, "BLOCK_NUMBERS", 1)
+        patch.setattr(query_blocks, "MIN_QUERIES", 10)
         patch.setattr(sparse_xla, "DENSE_KEYS", 0)
         yield
 

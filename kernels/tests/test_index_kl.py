@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moejax_kernels.attention import blocks
+from moejax_kernels import query_blocks
 from moejax_kernels.index_kl import cases, index_kl
 from moejax_kernels.index_topk import index_topk
 from moejax_kernels.segments import Segments
@@ -30,8 +30,8 @@ NAMES = ("q", "k", "index_q", "index_k", "index_w")
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(blocks, "MIN_QUERIES", 50)
+    monkeypatch.setattr(query_blocks, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(query_blocks, "MIN_QUERIES", 50)
 
 
 def run(arrays, ids, cotangent_BL, segments, implementation, *, scale=0.4):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moejax_kernels.attention import blocks
+from moejax_kernels import query_blocks
 from moejax_kernels.index_topk import cases, index_topk, xla
 from moejax_kernels.segments import Segments
 
@@ -20,8 +20,8 @@ run = jax.jit(index_topk, static_argnames=("topk", "implementation"))
 
 @pytest.fixture(autouse=True)
 def several_blocks_and_tiles(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(blocks, "MIN_QUERIES", 50)
+    monkeypatch.setattr(query_blocks, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(query_blocks, "MIN_QUERIES", 50)
     monkeypatch.setattr(xla, "TILE", 64)
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moejax_kernels.attention import attention, blocks
+from moejax_kernels import query_blocks
+from moejax_kernels.attention import attention
 from moejax_kernels.attention import xla as attention_xla
 from moejax_kernels.segments import Segments
 from moejax_kernels.sparse_attention import cases, sparse_attention, xla
@@ -21,8 +22,8 @@ VARIANTS = pytest.mark.parametrize("variant", ["reference", "masked", "gathered"
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(blocks, "MIN_QUERIES", 50)
+    monkeypatch.setattr(query_blocks, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(query_blocks, "MIN_QUERIES", 50)
     monkeypatch.setattr(attention_xla, "TILE_NUMBERS", 1)
     monkeypatch.setattr(attention_xla, "MIN_QUERIES", 50)
     monkeypatch.setattr(attention_xla, "TILE_KEYS", 40)

@@ -54,6 +54,8 @@ class Plan:
 
 def layer_plan(model: ModelConfig) -> LayerPlan:
     """The stacking of a model's layers; a block of AttnRes is never cut."""
+    if not model.scan_layers:
+        return LayerPlan(head=model.layers(), unit=(), num_units=0, tail=())
     multiple = model.residual.block_size if model.residual.kind == "block_attnres" else 1
     return plan_layers(model.layers(), multiple=multiple)
 
@@ -79,6 +81,7 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         f"model.vocab_size={model.vocab_size} is too small for data.tokenizer='bytes'; at least 256 fits.",
     )
     _check_shards(model, mesh)
+    _check_moe(model, mesh, tokens_per_device=rows // shards * data.seq_len)
     _check_losses(model, config.losses)
     _check_indexer(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
@@ -103,6 +106,19 @@ def _check_shards(model: ModelConfig, mesh: MeshConfig) -> None:
         below = size // shards * shards
         fit = f"{below} or {below + shards}" if below else f"{shards}"
         require(size % shards == 0, f"{name}={size} is split over {axes}{shards} devices, which do not divide it; {fit} would fit.")
+
+
+def _check_moe(model: ModelConfig, mesh: MeshConfig, *, tokens_per_device: int) -> None:
+    moe = model.moe
+    if not _has_moe(model):
+        return
+    require(
+        tokens_per_device % moe.overlap_chunks == 0,
+        f"model.moe.overlap_chunks={moe.overlap_chunks} must divide the {tokens_per_device} tokens of a device in one microbatch.",
+    )
+    if moe.node_size:
+        fits = [n for n in range(1, mesh.expert + 1) if mesh.expert % n == 0]
+        require(moe.node_size in fits, f"model.moe.node_size={moe.node_size} must divide mesh.expert={mesh.expert}; {fits} would fit.")
 
 
 def _check_losses(model: ModelConfig, losses: LossConfig) -> None:

@@ -16,5 +16,7 @@ def per_rows(function, *arrays, whole=()):
       arrays: arrays or trees of arrays whose first dim is rows.
       whole: arrays that every device sees as a whole (small weights); their gradients are summed over devices.
     """
+    if jax.sharding.get_abstract_mesh().size == 1:  # nothing to part; XLA's CPU backend would copy each gradient in a sum over one device
+        return function(*arrays, *whole)
     specs = (ROWS,) * len(arrays) + (P(),) * len(whole)
     return jax.shard_map(function, in_specs=specs, out_specs=ROWS, check_vma=False)(*arrays, *whole)

@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from moejax_kernels import causal_conv
+from moejax_kernels import causal_conv, grouped_mlp
 
-from moejax.config.model import ActivationConfig
-from moejax.model.feed_forward import apply_experts
 from moejax.model.linear_attention import gated_norm
 from moejax.model.norms import rms_norm
 
@@ -36,7 +34,7 @@ def test_norms_keep_their_inputs():
 
 
 def test_experts_keep_their_rows_and_the_two_products_but_not_the_activation():
-    weights = {"gate_EDF": draw(EXPERTS, WIDTH, HIDDEN), "up_EDF": draw(EXPERTS, WIDTH, HIDDEN), "down_EFD": draw(EXPERTS, HIDDEN, WIDTH)}
-    sizes_e = jnp.full(EXPERTS, ROWS // EXPERTS)
-    run = lambda weights, x_WD: apply_experts(weights, x_WD, sizes_e, ActivationConfig())
-    assert kept(run, weights, draw(ROWS, WIDTH)) <= ROWS * (WIDTH + 2 * HIDDEN) + 3 * EXPERTS * WIDTH * HIDDEN
+    wide, sizes_e = (EXPERTS, WIDTH, HIDDEN), jnp.full(EXPERTS, ROWS // EXPERTS)
+    run = lambda x_WD, *weights: grouped_mlp(x_WD, *weights, sizes_e, implementation="xla")
+    inputs = draw(ROWS, WIDTH), draw(*wide), draw(*wide), draw(EXPERTS, HIDDEN, WIDTH)
+    assert kept(run, *inputs) <= ROWS * (WIDTH + 2 * HIDDEN) + 3 * EXPERTS * WIDTH * HIDDEN

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from moejax_kernels import gpu
 from moejax_kernels.attention import reference, xla
-from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose, later
+from moejax_kernels.shapes import check, check_heads, check_segments
 
 IMPLEMENTATIONS = {
     "triton_gpu": later("moejax_kernels.attention.triton_gpu", "attention"),

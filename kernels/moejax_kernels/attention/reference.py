@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.visibility import visible
+from moejax_kernels.visibility import visible
 
 
 def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):

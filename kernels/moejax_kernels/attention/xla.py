@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import MIN_QUERIES
-from moejax_kernels.attention.visibility import chosen, visible
+from moejax_kernels.query_blocks import MIN_QUERIES
 from moejax_kernels.varying import vary_alike
+from moejax_kernels.visibility import chosen, visible
 
 TILE_KEYS = 256
 TILE_NUMBERS = 2**20

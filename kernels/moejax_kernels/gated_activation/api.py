@@ -45,18 +45,22 @@ def gated_activation(
     op = "gated_activation"
     if gate_RF.shape != up_RF.shape or gate_RF.dtype != up_RF.dtype:
         raise ValueError(f"{op}: gate_RF is {gate_RF.dtype} {gate_RF.shape}, up_RF is {up_RF.dtype} {up_RF.shape}. Give both alike.")
-    if kind not in NEEDS:
-        raise ValueError(f"{op}: kind={kind!r} is unknown; known are {', '.join(NEEDS)}.")
-    numbers = {"limit": limit, "beta": beta}
-    for name in NEEDS[kind]:
-        number = numbers[name]
-        if number is None or number <= 0:
-            raise ValueError(f"{op}: kind={kind!r} needs {name} > 0, got {name}={number}.")
-    run = choose(op, implementation, IMPLEMENTATIONS, why_not={"triton_gpu": gpu.why_no_triton() or _why_no_kernel(gate_RF)})
+    require_numbers(op, kind, limit=limit, beta=beta)
+    run = choose(op, implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_no_triton(gate_RF)})
     return run(gate_RF, up_RF, kind=kind, limit=limit, beta=beta, linear_beta=linear_beta)
 
 
-def _why_no_kernel(gate_RF) -> str | None:
-    if gate_RF.dtype in GPU_DTYPES:
-        return None
-    return f"needs bfloat16 or float32 inputs, got {gate_RF.dtype}. Cast them, or pass implementation='xla'."
+def require_numbers(op: str, kind: str, **numbers) -> None:
+    """Raises ValueError unless the kind is known and has the numbers that it needs."""
+    if kind not in NEEDS:
+        raise ValueError(f"{op}: kind={kind!r} is unknown; known are {', '.join(NEEDS)}.")
+    for name in NEEDS[kind]:
+        if numbers[name] is None or numbers[name] <= 0:
+            raise ValueError(f"{op}: kind={kind!r} needs {name} > 0, got {name}={numbers[name]}.")
+
+
+def why_no_triton(gate_RF) -> str | None:
+    """As the end of a sentence; None where it runs."""
+    if gate_RF.dtype not in GPU_DTYPES:
+        return gpu.why_no_triton() or f"needs bfloat16 or float32 inputs, got {gate_RF.dtype}. Cast them, or pass implementation='xla'."
+    return gpu.why_no_triton()

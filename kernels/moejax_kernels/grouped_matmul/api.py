@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 
 from moejax_kernels import gpu
-from moejax_kernels.attention.shapes import check
 from moejax_kernels.grouped_matmul import reference, xla
 from moejax_kernels.implementation import Implementation, choose, later
+from moejax_kernels.shapes import check
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": later("moejax_kernels.grouped_matmul.mosaic_gpu", "grouped_matmul"),
@@ -39,11 +39,11 @@ def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation
     check("grouped_matmul", integer=("group_sizes_E",), x_RD=x_RD, w_EDF=w_EDF, group_sizes_E=group_sizes_E)
     if jnp.promote_types(x_RD.dtype, w_EDF.dtype) != w_EDF.dtype:
         raise ValueError(f"grouped_matmul: x_RD is {x_RD.dtype}, w_EDF is {w_EDF.dtype}. Give w the dtype of x, or a wider one.")
-    why_not = {"mosaic_gpu": _why_no_mosaic(x_RD, w_EDF), "triton_gpu": _why_no_triton(x_RD)}
+    why_not = {"mosaic_gpu": why_no_mosaic(x_RD, w_EDF), "triton_gpu": why_no_triton(x_RD)}
     return choose("grouped_matmul", implementation, IMPLEMENTATIONS, why_not=why_not)(x_RD, w_EDF, group_sizes_E)
 
 
-def _why_no_mosaic(x_RD, w_EDF) -> str | None:
+def why_no_mosaic(x_RD, w_EDF) -> str | None:
     """As the end of a sentence; None where it runs."""
     (num_rows, width), (num_groups, _, hidden) = x_RD.shape, w_EDF.shape
     if reason := gpu.why_no_mosaic():
@@ -57,7 +57,7 @@ def _why_no_mosaic(x_RD, w_EDF) -> str | None:
     return None
 
 
-def _why_no_triton(x_RD) -> str | None:
+def why_no_triton(x_RD) -> str | None:
     """As the end of a sentence; None where it runs."""
     if x_RD.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"accumulates in float32 and takes float32, bfloat16 or float16, got x_RD in {x_RD.dtype}. Pass implementation='xla'."

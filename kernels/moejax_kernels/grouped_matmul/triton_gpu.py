@@ -219,6 +219,8 @@ def _times_weights(x_RD, w_EDF, tiles_3N, *, w_dim: int):
     """Rows times their group's weight, contracted with dim `w_dim` of it (2: the transpose)."""
     num_groups, num_tiles, tiling = w_EDF.shape[0], tiles_3N.shape[1], _tiling(x_RD, w_EDF.shape[0])
     depth, width = w_EDF.shape[w_dim], w_EDF.shape[3 - w_dim]
+    if x_RD.dtype != jnp.float32 and depth <= 10 * tiling.depth:  # the assembler unrolls up to 10 steps, and spills on an A100
+        tiling = tiling._replace(depth=32, num_stages=5)
     return triton_launch.launch(
         _rows_times_weights,
         *(x_RD, w_EDF.astype(x_RD.dtype), tiles_3N),

@@ -1,10 +1,10 @@
 """Loss of the sparse attention's index."""
 
 from moejax_kernels import gpu
-from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.index_kl import reference, xla
 from moejax_kernels.index_topk.api import why_no_index
+from moejax_kernels.shapes import check, check_heads, check_segments
 from moejax_kernels.sparse_attention import widths
 
 IMPLEMENTATIONS = {

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax_kernels.attention.reference import attention_probs
-from moejax_kernels.attention.visibility import chosen, visible
 from moejax_kernels.index_topk.reference import index_scores
+from moejax_kernels.visibility import chosen, visible
 
 
 def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *, scale, segments=None):

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import num_queries, over_queries
 from moejax_kernels.attention.reference import attention_probs
-from moejax_kernels.attention.visibility import chosen, visible, visible_at
 from moejax_kernels.index_kl.reference import divergence
 from moejax_kernels.index_topk.reference import index_scores
+from moejax_kernels.query_blocks import num_queries, over_queries
 from moejax_kernels.sparse_attention import xla as sparse
+from moejax_kernels.visibility import chosen, visible, visible_at
 
 
 def index_kl(q_BLHC, k_BLGC, index_q_BLJC, index_k_BLC, index_w_BLJ, ids_BLK, *, scale, segments=None):

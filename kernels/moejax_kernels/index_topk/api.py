@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 
 from moejax_kernels import gpu
-from moejax_kernels.attention.shapes import check, check_segments
 from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.index_topk import reference, xla
+from moejax_kernels.shapes import check, check_segments
 
 IMPLEMENTATIONS = {
     "triton_gpu": later("moejax_kernels.index_topk.triton_gpu", "index_topk"),

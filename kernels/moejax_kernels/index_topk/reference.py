@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.visibility import visible, visible_at
+from moejax_kernels.visibility import visible, visible_at
 
 
 def index_topk(index_q_BLJC, index_k_BSC, index_w_BLJ, *, topk, segments=None, key_end_BS=None):

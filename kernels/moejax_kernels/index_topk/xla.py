@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import num_queries, over_queries
-from moejax_kernels.attention.visibility import visible, visible_at
 from moejax_kernels.index_topk.reference import index_scores
+from moejax_kernels.query_blocks import num_queries, over_queries
+from moejax_kernels.visibility import visible, visible_at
 
 TILE = 8192
 """Keys of one tile. On CPU one top_k of 8192 costs less than four of 2048 that carry 512 winners along."""

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from moejax_kernels import gpu
-from moejax_kernels.attention.shapes import check
 from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.permute import reference, xla
 from moejax_kernels.permute.plan import RowPlan
+from moejax_kernels.shapes import check
 
 TRITON = "moejax_kernels.permute.triton_gpu"
 PERMUTE = {"triton_gpu": later(TRITON, "permute"), "xla": xla.permute, "reference": reference.permute}

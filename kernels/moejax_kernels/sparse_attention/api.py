@@ -1,7 +1,7 @@
 """Attention over chosen keys."""
 
-from moejax_kernels.attention.shapes import check, check_heads, check_segments
 from moejax_kernels.implementation import Implementation, choose, later
+from moejax_kernels.shapes import check, check_heads, check_segments
 from moejax_kernels.sparse_attention import reference, widths, xla
 
 IMPLEMENTATIONS = {

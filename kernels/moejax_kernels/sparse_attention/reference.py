@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from moejax_kernels.attention.reference import attend
-from moejax_kernels.attention.visibility import chosen, visible
+from moejax_kernels.visibility import chosen, visible
 
 
 def sparse_attention(q_BLHC, k_BLGC, v_BLGM, ids_BLK, *, scale, value_dim=None, segments=None):

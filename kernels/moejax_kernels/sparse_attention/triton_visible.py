@@ -1,4 +1,4 @@
-"""Who sees whom, inside Triton kernels: `attention.visibility` on tiles of positions."""
+"""Who sees whom, inside Triton kernels: `visibility` on tiles of positions."""
 
 import jax.numpy as jnp
 

@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moejax_kernels.attention.blocks import num_queries, over_queries, scan_queries
 from moejax_kernels.attention.reference import masked_softmax
-from moejax_kernels.attention.visibility import visible_at
 from moejax_kernels.attention.xla import masked_attention
+from moejax_kernels.query_blocks import num_queries, over_queries, scan_queries
 from moejax_kernels.varying import vary_alike
+from moejax_kernels.visibility import visible_at
 
 DENSE_KEYS = 4
 """Rows with at most so many times K keys are masked, not gathered."""
