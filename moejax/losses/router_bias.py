@@ -25,11 +25,12 @@ def margin_histogram(scores_TE, bias_E, valid_T, num_chosen: int, *, num_bins: i
     Histograms of parts of a batch, made with the same bias, add up exactly to that of the whole.
 
     Args:
-      scores_TE: router scores in [0, 1] without the bias.
+      scores_TE: router scores in [0, 1] without the bias; a topology bias that the tokens were routed with is part of them.
       bias_E: the bias with which the tokens were routed.
       valid_T: bool, False for padding.
       num_chosen: experts per token (K). With K = E all are chosen whatever the bias: alpha is the smallest of s_i + b then.
-      num_bins: bins between min(bias) - 1 and max(bias) + 1, which hold every margin.
+      num_bins: bins between min(bias) - 1 and max(bias) + 1, which hold every margin of scores in [0, 1]; the outer ones take what a
+        topology bias moves beyond.
 
     Source: Kimi K3 (2607.24653), section 2.3.3, eqs. 13 and 14.
     """

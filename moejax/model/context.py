@@ -20,6 +20,8 @@ class Switches:
     """Sum of squared logsumexp of the router logits."""
     histogram: bool = False
     """Margins for Quantile Balancing."""
+    training: bool = False
+    """What acts in training alone acts: the router's soft constraint and its topology bias."""
     debug: bool = False
     """Whether each sublayer's output is finite."""
 
@@ -31,6 +33,7 @@ class Context:
     segments: Segments
     positions_BL: Any
     switches: Switches
-    global_load_E: Any = None
-    """For the global balance loss under accumulation: routed rows per expert over the whole global batch, of the layer at hand (whole
-    forward pass: a tree by section and place). None: this batch is the whole one."""
+    control: Any = None
+    """What a layer is told besides its batch, a dict (whole forward pass: a tree of them by section and place, or None for nothing):
+    `global_load_E`, routed rows per expert over the whole global batch, where this batch is a part of it; `capacity_factor` and `tables`
+    for `expert_parallel`; `topology_factor`, a factor on the router's topology bias."""

@@ -108,7 +108,7 @@ def _moe(config: ModelConfig) -> tuple[int, int, int]:
     latent = moe.latent_width or width
     expert = 3 * latent * moe.hidden
     around = width * moe.num_experts + 3 * width * moe.shared_hidden + (width if moe.shared_gate and moe.shared_hidden else 0)
-    vectors = moe.num_experts if moe.router.correction_bias else 0
+    vectors = moe.num_experts * (moe.router.correction_bias + moe.router.logit_bias)
     if moe.latent_width:
         around, vectors = around + 2 * width * latent, vectors + (latent if moe.latent_norm else 0)
     return moe.num_experts * expert + around, moe.experts_per_token * expert + around, vectors

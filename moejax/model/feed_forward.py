@@ -1,27 +1,29 @@
 """Feed-forward layers: dense, and mixture of experts with shared experts and an optional latent (Kimi K3, Stable LatentMoE)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from moejax_kernels import gated_activation, grouped_matmul
+from moejax_kernels import gated_activation, grouped_mlp
 
 from moejax.config.model import ActivationConfig, ModelConfig
 from moejax.model.context import Context
 from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
 from moejax.moe.expert_parallel import expert_parallel
-from moejax.moe.router import route
+from moejax.moe.layer_routing import choose_layer, weigh_layer
 from moejax.moe.statistics import routing_statistics
+from moejax.moe.topology import Topology, contiguous_homes
 from moejax.parallel.axes import spec
-from moejax.parallel.islands import per_rows
 from moejax.parallel.projection import float_inside, project
 
 EXPERT_AXES = {"gate_EDF": ("expert", "embed", "mlp"), "up_EDF": ("expert", "embed", "mlp"), "down_EFD": ("expert", "mlp", "embed")}
 
 
-def activate(gate, up, config: ActivationConfig):
-    """The model's gated activation."""
-    return gated_activation(gate, up, kind=config.kind, limit=config.limit, beta=config.beta, linear_beta=config.linear_beta or None)
+def activation_options(config: ActivationConfig) -> dict:
+    """The model's gated activation, as the kernels take it."""
+    return {"kind": config.kind, "limit": config.limit, "beta": config.beta, "linear_beta": config.linear_beta or None}
 
 
 class Dense(nnx.Module):
@@ -38,7 +40,8 @@ class Dense(nnx.Module):
         gate_BLF = project("bld,df->blf", x_BLD, self.gate_DF[...])
         up_BLF = project("bld,df->blf", x_BLD, self.up_DF[...])
         # the activation's result is cheaper to redo than to store
-        down = jax.checkpoint(lambda gate_BLF, up_BLF, w_FD: project("blf,fd->bld", activate(gate_BLF, up_BLF, self.activation), w_FD))
+        activate = functools.partial(gated_activation, **activation_options(self.activation))
+        down = jax.checkpoint(lambda gate_BLF, up_BLF, w_FD: project("blf,fd->bld", activate(gate_BLF, up_BLF), w_FD))
         return down(gate_BLF, up_BLF, self.down_FD[...]), {}
 
 
@@ -57,13 +60,6 @@ class Experts(nnx.Module):
         return {name: (getattr(self, name)[...], spec(axes)) for name, axes in EXPERT_AXES.items()}
 
 
-def apply_experts(weights: dict, x_WD, sizes_e, activation: ActivationConfig):
-    """Rows grouped by expert through their experts."""
-    matmul = lambda x, name: grouped_matmul(x, weights[name], sizes_e)
-    down = jax.checkpoint(lambda gate_WF, up_WF, w_EFD: grouped_matmul(activate(gate_WF, up_WF, activation), w_EFD, sizes_e))
-    return down(matmul(x_WD, "gate_EDF"), matmul(x_WD, "up_EDF"), weights["down_EFD"])
-
-
 class Router(nnx.Module):
     """Weights of the choice of experts."""
 
@@ -72,11 +68,16 @@ class Router(nnx.Module):
         self.weight_DE = make.linear(("embed", None), config.width, config.moe.num_experts, fan_in=config.width)
         if config.moe.router.correction_bias:
             self.bias_E = make.constant(0.0, (None,), config.moe.num_experts)
+        if config.moe.router.logit_bias:
+            self.logit_bias_E = make.constant(0.0, (None,), config.moe.num_experts)
 
     def __call__(self, x_BLD):
         """Logits in float32, and the correction bias or None."""
         bias_E = self.bias_E[...] if hasattr(self, "bias_E") else None
-        return project("bld,de->ble", float_inside(x_BLD), self.weight_DE[...]), bias_E
+        logits_BLE = project("bld,de->ble", float_inside(x_BLD), self.weight_DE[...])
+        if hasattr(self, "logit_bias_E"):
+            logits_BLE = logits_BLE + self.logit_bias_E[...].astype(logits_BLE.dtype)
+        return logits_BLE, bias_E
 
 
 class MixtureOfExperts(nnx.Module):
@@ -98,33 +99,45 @@ class MixtureOfExperts(nnx.Module):
                 self.latent_norm = RMSNorm(config, moe.latent_width, rngs=rngs, plain=True)
 
     def __call__(self, x_BLD, context: Context):
-        moe, segments = self.config, context.segments
+        moe, segments, switches = self.config, context.segments, context.switches
+        control = context.control or {}
         logits_BLE, bias_E = self.router(x_BLD)
-        choose = lambda logits, ids, *bias: route(
-            logits, bias[0] if bias else None, ids >= 0, experts_per_token=moe.experts_per_token, config=moe.router
+        choice, load_E, far = choose_layer(
+            logits_BLE, bias_E, segments, experts_per_token=moe.experts_per_token, config=moe.router, topology=self._topology(control)
         )
-        routing = per_rows(choose, logits_BLE, segments.ids_BL, whole=() if bias_E is None else (bias_E,))
+        whole_load_E = control.get("global_load_E", load_E)
+        routing, soft = weigh_layer(choice, load_E, config=moe.router, constrain=switches.training, whole_load_E=whole_load_E)
         z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
-        run = lambda weights, x_WD, sizes_e: apply_experts(weights, x_WD, sizes_e, self.activation)
-        y_BLZ, load_E, dropped = expert_parallel(
+        y_BLZ, chain = expert_parallel(
             z_BLZ,
             routing.ids_BLK,
             routing.probs_BLK,
             self.experts.with_specs(),
-            apply_experts=run,
-            num_experts=moe.num_experts,
-            capacity_factor=moe.capacity_factor,
+            apply_experts=self._apply_experts,
+            config=moe,
+            control=control,
         )
         if moe.latent_width:
             y_BLZ = self.latent_norm(y_BLZ) if moe.latent_norm else y_BLZ
             y_BLZ = project("blz,zd->bld", y_BLZ, self.latent_up_ZD[...])
-        switches = context.switches
-        whole_load_E = load_E if context.global_load_E is None else context.global_load_E
         statistics = routing_statistics(
             routing, bias_E, segments, kind=switches.balance, z=switches.router_z, histogram=switches.histogram, global_load_E=whole_load_E
         )
-        aux = {"load_E": load_E, "dropped": dropped} | statistics
-        return y_BLZ + self._shared(x_BLD), aux
+        return y_BLZ + self._shared(x_BLD), {"load_E": load_E} | chain | far | soft | statistics
+
+    def _apply_experts(self, weights, x_WD, sizes_x):
+        options = activation_options(self.activation)
+        return grouped_mlp(x_WD, weights["gate_EDF"], weights["up_EDF"], weights["down_EFD"], sizes_x, **options)
+
+    def _topology(self, control: dict) -> Topology | None:
+        """Distances, where the config names nodes."""
+        moe, num_devices = self.config, jax.sharding.get_abstract_mesh().shape["expert"]
+        if not moe.node_size:
+            return None
+        homes_E = contiguous_homes(moe.num_experts, num_devices)
+        if "tables" in control:
+            homes_E = control["tables"].position_E // (moe.num_experts // num_devices)
+        return Topology(devices_per_node=moe.node_size, home_device_E=homes_E, factor=control.get("topology_factor"))
 
     def _shared(self, x_BLD):
         if not self.config.shared_hidden:

@@ -55,20 +55,20 @@ def init(config: ModelConfig, mesh: Mesh, seed: int) -> dict:
     return jax.jit(make, out_shardings=shardings(config, mesh), compiler_options=options)(jax.random.key(seed))
 
 
-def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, global_load: dict | None = None) -> Output:
+def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, control: dict | None = None) -> Output:
     """Hidden states of a batch. Call inside jit, with the mesh set by jax.set_mesh.
 
     Args:
       params: tree of weights as `shapes` describes.
       batch: has tokens_BL, positions_BL and segments.
       switches: what else to compute.
-      global_load: rows per expert of the whole global batch per layer, keyed like the aux tree (global balance loss alone).
+      control: what layers are told besides the batch, keyed like the aux tree (see Context).
     """
     graph, abstract = _abstract(config)
     state = jax.tree.map(lambda leaf: leaf, abstract)
     nnx.replace_by_pure_dict(state, params)
     model = nnx.merge(graph, state)
-    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, global_load_E=global_load)
+    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
     hidden_BLD, aux = model(batch.tokens_BL, context)
     return Output(hidden_BLD, model.unembed_DV(), aux)
 

@@ -12,6 +12,20 @@ from moejax.config.training import LossConfig
 from moejax.model import language_model
 from moejax.model.context import Switches
 
+LAYER_REPORTS = (
+    "load_E",
+    "dropped",
+    "weight_lost",
+    "weight_given",
+    "overloaded",
+    "scaled_rows",
+    "removed_weight",
+    "distance_rows_3",
+    "margins_EN",
+    "finite_2",
+)
+"""What is reported layer by layer; the other results of a layer enter the loss."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +73,7 @@ def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False
     """What a forward pass must compute for these losses."""
     return Switches(
         remat=remat,
+        training=True,
         index=losses.index,
         balance=losses.balance,
         router_z=losses.router_z_coef > 0,
@@ -67,18 +82,18 @@ def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False
     )
 
 
-def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, global_load=None):
+def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None):
     """Loss of one microbatch, so that the losses of all microbatches add up to the global batch's.
 
     Args:
       batch: the microbatch.
       whole: totals of the global batch.
-      global_load: see language_model.forward.
+      control: see language_model.forward.
 
     Returns:
       the differentiable loss, and a Report.
     """
-    output = language_model.forward(config, params, batch, switches, global_load=global_load)
+    output = language_model.forward(config, params, batch, switches, control=control)
     ce = language_model.cross_entropy_sums(output, batch, z_coef=losses.z_coef, chunk_tokens=losses.chunk_tokens)
     balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
     balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)
@@ -86,8 +101,7 @@ def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whol
     tokens = _at_least_one(whole.tokens)
     loss = ce.loss_sum / _at_least_one(whole.targets) + losses.balance_coef * balance
     loss = loss + losses.router_z_coef * router_z / tokens + losses.index_coef * index_kl / tokens
-    kept = ("load_E", "dropped", "margins_EN", "finite_2")
-    layers = jax.tree.map(lambda report: {name: report[name] for name in kept if name in report}, output.aux, is_leaf=_is_report)
+    layers = jax.tree.map(lambda report: {name: report[name] for name in LAYER_REPORTS if name in report}, output.aux, is_leaf=_is_report)
     return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers)
 
 

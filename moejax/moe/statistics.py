@@ -41,5 +41,5 @@ def routing_statistics(routing: Routing, bias_E, segments, *, kind: str, z: bool
         margins = lambda scores, ids_BL, bias_E: router_bias.margin_histogram(flat(scores), bias_E, ids_BL.reshape(-1) >= 0, num_chosen)[
             None
         ]
-        out["margins_EN"] = per_rows(margins, jax.lax.stop_gradient(routing.scores_BLE), segments.ids_BL, whole=(bias_E,)).sum(0)
+        out["margins_EN"] = per_rows(margins, routing.ranked_BLE, segments.ids_BL, whole=(bias_E,)).sum(0)
     return out

@@ -32,8 +32,9 @@ def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, sw
     if num_microbatches == 1:
         (loss, report), grads = jax.value_and_grad(lambda params: run(params, first), has_aux=True)(params)
         return loss, grads, report
-    load = _whole_load(run, params, batches) if losses.balance == "global" else None
-    differentiate = jax.value_and_grad(lambda params, batch: run(params, batch, global_load=load), has_aux=True)
+    counted = losses.balance == "global" or config.moe.router.overload_strength > 0
+    control = _whole_load(run, params, batches) if counted else None
+    differentiate = jax.value_and_grad(lambda params, batch: run(params, batch, control=control), has_aux=True)
 
     def add(sums, batch):
         (loss, report), grads = differentiate(params, batch)
@@ -52,12 +53,17 @@ def _add_up(sums, parts):
 
 
 def _whole_load(run, params, batches):
-    """Rows per expert of the whole global batch, by routing every microbatch once without gradients."""
+    """Rows per expert of the whole global batch, by routing every microbatch once without gradients, as what the layers are told.
+
+    Under the soft constraint this first pass weighs by each microbatch's own loads, so the counts behind the first sparse layer are
+    those of slightly other weights.
+    """
 
     def load_of(batch):
         layers = run(params, batch)[1].layers
         return {
-            section: {place: layer["load_E"] for place, layer in places.items() if "load_E" in layer} for section, places in layers.items()
+            section: {place: {"global_load_E": layer["load_E"]} for place, layer in places.items() if "load_E" in layer}
+            for section, places in layers.items()
         }
 
     first = jax.tree.map(lambda array: array[0], batches)

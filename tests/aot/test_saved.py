@@ -15,6 +15,7 @@ from moejax_kernels import (
     gated_activation,
     gated_delta,
     grouped_matmul,
+    grouped_mlp,
     index_kl,
     kda,
     permute,
@@ -26,6 +27,7 @@ from moejax_kernels.causal_conv.cases import REAL as CONV
 from moejax_kernels.gated_activation.cases import REAL as ACTIVATION
 from moejax_kernels.gated_delta.cases import REAL as GATED_DELTA
 from moejax_kernels.grouped_matmul.cases import REAL as GROUPED
+from moejax_kernels.grouped_mlp.cases import REAL as MLP
 from moejax_kernels.kda.cases import REAL as KDA
 from moejax_kernels.permute.cases import REAL as PERMUTE
 from moejax_kernels.sparse_attention.cases import REAL as SPARSE
@@ -82,6 +84,12 @@ def of_grouped(case):
     return (x_RD,), bytes_kept - w_EDF.size * w_EDF.dtype.itemsize, case.rows
 
 
+def of_mlp(case):
+    x_RD, *weights, sizes_E, _ = case.shapes(BF16)
+    bytes_kept = kept(functools.partial(grouped_mlp, implementation="triton_gpu"), x_RD, *weights, sizes_E)
+    return (x_RD,), bytes_kept - sum(w.size * w.dtype.itemsize for w in weights), case.rows
+
+
 def of_conv(case):
     x_BLD, weight_D4, _ = case.shapes(BF16)
     call = functools.partial(causal_conv, segments=case.segments(), implementation="triton_gpu")
@@ -111,6 +119,7 @@ def rows():
     yield "index_kl, all keys", "deepseek_v32", "token", *of_index_kl(named(SPARSE, "deepseek_v32"), False)
     yield "causal_conv", "kimi_k3", "token", *of_conv(named(CONV, "kimi_k3"))
     yield "grouped_matmul, beside the weights", "kimi_k3_on_64_devices", "row", *of_grouped(named(GROUPED, "kimi_k3_on_64_devices"))
+    yield "grouped_mlp, beside the weights", "kimi_k3_on_64_devices", "row", *of_mlp(named(MLP, "kimi_k3_on_64_devices"))
     yield "gated_activation", "kimi_k3", "row", *of_activation(named(ACTIVATION, "kimi_k3"))
     yield "permute", "kimi_k3", "token", *of_permute(named(PERMUTE, "kimi_k3"), False)
     yield "unpermute", "kimi_k3", "token", *of_permute(named(PERMUTE, "kimi_k3"), True)

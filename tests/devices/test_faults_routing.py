@@ -63,7 +63,7 @@ def test_ties_are_routed_to_the_lower_expert_with_and_without_recompute():
     assert tiny.worst(again, grads)[0] < 1e-12
 
 
-def test_no_choice_of_experts_and_no_sort_is_recomputed():
+def test_no_choice_of_experts_and_no_dispatch_plan_is_recomputed():
     """The backward pass reads the saved choice and plan: a recomputed one could break ties differently."""
     mesh = mesh_from()
     config = dataclasses.replace(CONFIG, precision=tiny.FLOAT32)
@@ -77,8 +77,8 @@ def test_no_choice_of_experts_and_no_sort_is_recomputed():
                 .trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh))
                 .jaxpr
             )
-        counts[remat] = {name: str(jaxpr).count(f"= {name}[") for name in ("top_k", "sort")}
-    assert counts[True] == counts[False] and counts[False]["top_k"] == 1 and counts[False]["sort"] >= 1, counts
+        counts[remat] = {name: str(jaxpr).count(f"= {name}[") for name in ("top_k", "scatter")}
+    assert counts[True] == counts[False] and counts[False]["top_k"] == 1 and counts[False]["scatter"] >= 1, counts
 
 
 def test_all_tokens_on_one_devices_experts_end_in_time_and_right():

@@ -12,9 +12,9 @@ quantile_update = jax.jit(router_bias.quantile_update, static_argnums=2)
 BIAS_E = np.linspace(-0.1, 0.2, E, dtype=np.float32)
 
 
-def skewed_scores(seed=0):
+def skewed_scores(seed=0, *, num_tokens=T, sigma=0.7):
     rng = np.random.default_rng(seed)
-    logits_TE = rng.standard_normal((T, E)) + 0.7 * rng.standard_normal(E)
+    logits_TE = rng.standard_normal((num_tokens, E)) + sigma * rng.standard_normal(E)
     return (1 / (1 + np.exp(-logits_TE))).astype(np.float32)
 
 
@@ -35,15 +35,26 @@ def test_sign_update_lifts_the_idle_and_lowers_the_busy():
     np.testing.assert_allclose(got_LE, [[0.499, 0.001, 0.25, -1.0], [0.5, 0.0, 0.25, -1.0]], rtol=1e-6)
 
 
-def test_quantile_updates_balance_skewed_scores_in_three_steps():
-    scores_TE, bias_E, peaks = skewed_scores(), np.zeros(E, np.float32), []
+def peaks_of_updates(scores_TE):
+    """Largest load over the mean, before and after each of three updates."""
+    bias_E, peaks = np.zeros(E, np.float32), []
     for _ in range(4):
         counts_E = load(scores_TE, bias_E)
         peaks.append(counts_E.max() / counts_E.mean())
-        histogram_EN = margin_histogram(scores_TE, bias_E, np.ones(T, bool), K)
-        bias_E = quantile_update(bias_E, histogram_EN, K)
+        bias_E = quantile_update(bias_E, margin_histogram(scores_TE, bias_E, np.ones(len(scores_TE), bool), K), K)
+    return peaks
+
+
+def test_quantile_updates_balance_skewed_scores_in_three_steps():
+    peaks = peaks_of_updates(skewed_scores())
     np.testing.assert_array_less(peaks, [5, 1.22, 1.12, 1.07])
     assert peaks[0] > 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_quantile_updates_balance_experts_whose_offsets_are_as_wide_as_the_tokens(seed):
+    peaks = peaks_of_updates(skewed_scores(seed, num_tokens=8192, sigma=1.0))
+    assert peaks[0] > 4 and peaks[3] < 1.1, peaks
 
 
 def test_histogram_gives_the_exact_quantile_within_a_bin():
