@@ -12,7 +12,9 @@ from moejax_kernels import (
     causal_conv,
     gated_activation,
     gated_delta,
+    group_ranks,
     grouped_matmul,
+    grouped_mlp,
     index_kl,
     index_topk,
     kda,
@@ -40,6 +42,8 @@ class Call:
     """Work of the backward pass, recomputation left out."""
     still: tuple[str, ...] = ()
     """Names of floating inputs that have no gradient."""
+    exact: bool = False
+    """Integer outputs have one right value; else they are sets of chosen keys, where almost equal scores may swap."""
 
     @property
     def floats(self) -> list[str]:
@@ -158,6 +162,15 @@ def _grouped_matmul(case, dtype) -> Call:
     return Call(run=run, inputs=inputs, cotangents=(dy_RF,), unit="FLOP", forward=forward, backward=2 * forward)
 
 
+def _grouped_mlp(case, dtype) -> Call:
+    """FLOPs of the three products."""
+    x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, dy_RD = case.arrays(dtype, seed=0)
+    inputs = {"x_RD": x_RD, "gate_EDF": gate_EDF, "up_EDF": up_EDF, "down_EFD": down_EFD, "group_sizes_E": group_sizes_E}
+    forward = 3 * 2 * sum(case.sizes) * case.width * case.hidden
+    run = functools.partial(_run, grouped_mlp)
+    return Call(run=run, inputs=inputs, cotangents=(dy_RD,), unit="FLOP", forward=forward, backward=2 * forward)
+
+
 def _causal_conv(case, dtype) -> Call:
     """Forward reads x and writes y; backward reads x and dy and writes dx."""
     x_BLD, weight_D4, _ = case.arrays(dtype, seed=0)
@@ -192,6 +205,13 @@ def _unpermute(case, dtype) -> Call:
     return Call(run=run, inputs=inputs, cotangents=(x_TD,), unit="B", forward=forward, backward=3 * y_RD.nbytes)
 
 
+def _group_ranks(case, dtype) -> Call:
+    """Reads the ids and writes as many ranks, and a count for each group; no activations, so `dtype` does not matter."""
+    inputs, forward = {"ids_R": case.ids(seed=0)}, 4 * (2 * case.rows + case.groups)
+    run = functools.partial(_run, group_ranks, num_groups=case.groups)
+    return Call(run=run, inputs=inputs, cotangents=(), unit="B", forward=forward, exact=True)
+
+
 CALLS = {
     "kda": functools.partial(_delta, kda),
     "gated_delta": functools.partial(_delta, gated_delta),
@@ -200,8 +220,10 @@ CALLS = {
     "sparse_attention": _sparse_attention,
     "index_kl": _index_kl,
     "grouped_matmul": _grouped_matmul,
+    "grouped_mlp": _grouped_mlp,
     "causal_conv": _causal_conv,
     "gated_activation": _gated_activation,
+    "group_ranks": _group_ranks,
     "permute": _permute,
     "unpermute": _unpermute,
 }

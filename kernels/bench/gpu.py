@@ -65,12 +65,14 @@ def different_ids(got, want) -> float:
     return missing / max(int((want >= 0).sum()), 1)
 
 
-def faults(outputs, grads: dict, truth, dtype: str) -> str:
-    """What is further from the truth than it may be; empty if nothing is."""
+def faults(outputs, grads: dict, truth, dtype: str, *, exact: bool = False) -> str:
+    """What is further from the truth than it may be; empty if nothing is. `exact`: integers are no sets of keys, and none may differ."""
     limits, found = LIMITS[dtype], []
     want_outputs, want_grads = truth
     for number, (got, want) in enumerate(zip(outputs, want_outputs, strict=False)):  # a peer may return the first output alone
-        if jnp.issubdtype(want.dtype, jnp.integer):
+        if exact and jnp.issubdtype(want.dtype, jnp.integer):
+            error, limit = float(np.mean(got != want)), 0.0
+        elif jnp.issubdtype(want.dtype, jnp.integer):
             error, limit = different_ids(got, want), DIFFERENT_IDS
         else:
             error, limit = rms_error(got, want), limits["output"]
@@ -200,7 +202,7 @@ def measure(op: str, case, dtype: str, *, implementation, truth_by: str, rounds:
 def _finish(row: Row, call: Call, started, truth, *, dtype: str, rounds: int, dry: bool) -> Row:
     """Checks what a way computed, and times it if that is right."""
     runs, wait, outputs, grads = started
-    row.error = faults(outputs, grads, truth, dtype)
+    row.error = faults(outputs, grads, truth, dtype, exact=call.exact)
     if row.error or dry:
         return row
     for name, run in runs.items():

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from measure import value_and_gradients
-from moejax_kernels import attention, causal_conv, gated_delta, grouped_matmul, index_topk, kda, sparse_attention
+from moejax_kernels import (
+    attention,
+    causal_conv,
+    gated_activation,
+    gated_delta,
+    grouped_matmul,
+    grouped_mlp,
+    index_topk,
+    kda,
+    sparse_attention,
+)
 
 
 def delta(case, op):
@@ -103,6 +113,24 @@ def grouped(case):
     return ways
 
 
+def experts(case):
+    """Ours in one loop, and the same of three grouped matmuls and the activation, which keep everything between them."""
+    *arrays, group_sizes_E, dy_RD = case.arrays(jnp.float32, seed=0)
+    product = lambda rows, weights, sizes: grouped_matmul(rows, weights, sizes, implementation="xla")
+
+    def ours(x, gate, up, down, sizes):
+        return grouped_mlp(x, gate, up, down, sizes, implementation="xla")
+
+    def separate_ops(x, gate, up, down, sizes):
+        h = gated_activation(product(x, gate, sizes), product(x, up, sizes), kind="swiglu", implementation="xla")
+        return product(h, down, sizes)
+
+    return {
+        "ours": value_and_gradients(ours, (*arrays, group_sizes_E), dy_RD),
+        "separate ops": value_and_gradients(separate_ops, (*arrays, group_sizes_E), dy_RD),
+    }
+
+
 def conv(case):
     """Ours, and XLA's convolution with a group per channel."""
     x_BLD, weight_D4, _ = case.arrays(jnp.float32, seed=0)
@@ -128,5 +156,6 @@ WAYS = {
     "gated_delta": lambda case: delta(case, gated_delta),
     "sparse_attention": sparse,
     "grouped_matmul": grouped,
+    "grouped_mlp": experts,
     "causal_conv": conv,
 }

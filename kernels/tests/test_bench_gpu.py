@@ -76,6 +76,13 @@ def test_chosen_keys_are_compared_as_sets(bench):
     assert bench[0].different_ids(np.array([[[0, 3, 1, -1], [5, 2, 4, 0]]]), want) == pytest.approx(1 / 7)
 
 
+def test_ranks_must_be_equal(bench):
+    want = [np.array([0, 1, 0, -1], np.int32)]
+    assert bench[0].faults(want, {}, (want, {}), "float32", exact=True) == ""
+    swapped = [np.array([1, 0, 0, -1], np.int32)]  # the same set
+    assert bench[0].faults(swapped, {}, (want, {}), "float32", exact=True) == "output 0 is off by 0.5, limit 0"
+
+
 def test_a_library_that_is_not_there_or_fails_is_named_and_the_others_stay(bench, monkeypatch):
     gpu, _ = bench
     peer = type(gpu.PEERS["kda"][0])
