@@ -9,7 +9,8 @@ transformers' model of the same sizes in PyTorch. It is for measuring: eight ste
 from moejax.config.data import DataConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import KDAConfig, MLAConfig, RopeConfig
-from moejax.config.model import ModelConfig, MoEConfig, PrecisionConfig, RouterConfig
+from moejax.config.model import ModelConfig, PrecisionConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.run import RunConfig
 from moejax.config.training import ObserveConfig, OptimConfig, TrainConfig
 

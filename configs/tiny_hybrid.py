@@ -9,7 +9,8 @@ reached 1.7753 nats per byte on held-out files; a Markov model of the same train
 from moejax.config.data import DataConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import IndexerConfig, KDAConfig, MLAConfig
-from moejax.config.model import ModelConfig, MoEConfig, PrecisionConfig, RouterConfig
+from moejax.config.model import ModelConfig, PrecisionConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.run import RunConfig
 from moejax.config.training import CheckpointConfig, LossConfig, OptimConfig, TrainConfig
 

@@ -13,7 +13,8 @@ CONFIG = '''"""A run of seconds: two layers of 16 channels on random letters."""
 from moejax.config.data import DataConfig, SourceConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import GQAConfig
-from moejax.config.model import ModelConfig, MoEConfig, PrecisionConfig, RouterConfig
+from moejax.config.model import ModelConfig, PrecisionConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.run import RunConfig
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
 

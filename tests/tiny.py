@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
-from moejax.config.model import ModelConfig, MoEConfig, PrecisionConfig, RouterConfig
+from moejax.config.model import ModelConfig, PrecisionConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.training import LossConfig, OptimConfig
 from moejax.data.batch import Batch
 from moejax.model import language_model
@@ -20,6 +21,7 @@ from moejax.optim.build import build
 from moejax.parallel.axes import TOKENS
 from moejax.parallel.mesh import mesh_from
 from moejax.train import step as steps
+from moejax.train.control import init_control
 from moejax.train.state import TrainState, state_shardings
 
 SGD = OptimConfig(kind="sgd", learning_rate=1.0, clip_norm=0.0, warmup_steps=0, schedule="constant", weight_decay=0.0)
@@ -170,7 +172,8 @@ def trainer(
     places = state_shardings(config, optimizer, mesh)
     params = lay(weights(config), config, mesh)
     moments = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
-    state = TrainState(params, moments, *(jax.device_put(np.int32(0), places.step) for _ in range(3)))
+    control = jax.device_put(init_control(config, mesh.shape["expert"]), places.step)
+    state = TrainState(params, moments, *(jax.device_put(np.int32(0), places.step) for _ in range(3)), control)
     return Trainer(jax.jit(step, out_shardings=(places, None), compiler_options=QUICK_TO_COMPILE), state, mesh, accumulation)
 
 

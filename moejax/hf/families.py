@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig, RopeConfig
-from moejax.config.model import ActivationConfig, Dtype, ModelConfig, MoEConfig, PrecisionConfig, ResidualConfig, RouterConfig
+from moejax.config.model import ActivationConfig, Dtype, ModelConfig, PrecisionConfig, ResidualConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 
 
 class CheckpointError(ValueError):

@@ -84,9 +84,9 @@ def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_toke
     return jax.tree.map(jnp.sum, parts)
 
 
-def logits(config: ModelConfig, params: dict, batch):
-    """Logits [B, L, V] in float32 (float64 for a float64 model)."""
-    output = forward(config, params, batch)
+def logits(config: ModelConfig, params: dict, batch, *, control: dict | None = None):
+    """Logits [B, L, V] in float32 (float64 for a float64 model); `control` as in `forward`."""
+    output = forward(config, params, batch, control=control)
     wide = jnp.promote_types(output.hidden_BLD.dtype, jnp.float32)
     weight_DV = output.unembed_DV.astype(output.hidden_BLD.dtype)
     return jnp.einsum("bld,dv->blv", output.hidden_BLD, weight_DV, preferred_element_type=wide)

@@ -17,6 +17,7 @@ LAYER_REPORTS = (
     "dropped",
     "weight_lost",
     "weight_given",
+    "needed_capacity",
     "overloaded",
     "scaled_rows",
     "removed_weight",

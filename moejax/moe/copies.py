@@ -37,6 +37,8 @@ class Tables:
     end_J: Any
     slot_J: Any
     """int32, the copy's slot."""
+    share_SC: Any
+    """float32, share of the expert's rows that go to a copy; from it and the rest the plan can be read back."""
 
 
 def tables(plan: Plan) -> Tables:
@@ -57,7 +59,22 @@ def tables(plan: Plan) -> Tables:
         of_expert = position_J == position
         end_J[of_expert] = np.cumsum(share_J[of_expert])
     begin_J, end_J = np.rint((end_J - share_J) * UNITS), np.rint(end_J * UNITS)
-    return Tables(*(np.asarray(array, np.int32) for array in (position_E, plan.copy_SC, position_J, begin_J, end_J, slot_J)))
+    whole = lambda array: np.asarray(array, np.int32)
+    return Tables(
+        position_E,
+        whole(plan.copy_SC),
+        whole(position_J),
+        whole(begin_J),
+        whole(end_J),
+        whole(slot_J),
+        np.asarray(plan.share_SC, np.float32),
+    )
+
+
+def plan_of(tables: Tables) -> Plan:
+    """The placement that tables were made of."""
+    expert_at_E = np.argsort(np.asarray(tables.position_E)).astype(np.int32)
+    return Plan(expert_at_E=expert_at_E, copy_SC=np.asarray(tables.copy_SC), share_SC=np.asarray(tables.share_SC))
 
 
 def slots_of(ids_TK, rank_TK, tables: Tables, *, device):

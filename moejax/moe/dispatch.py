@@ -23,6 +23,8 @@ class SendPlan:
     """int32, rows per receiving device and slot there."""
     start_S: Any
     """int32, first row of each bucket."""
+    asked_S: Any
+    """int32, rows that asked for a place in each bucket."""
 
     @property
     def sent_S(self):
@@ -53,8 +55,9 @@ def plan_send(slots_TK, *, num_devices: int, slots_per_device: int, rows: int, l
     num_tokens, k = slots_TK.shape
     _require_int32(num_tokens, k, num_devices=num_devices, rows=rows)
     num_slots, slot_R = num_devices * slots_per_device, slots_TK.reshape(-1)
+    asked_S = None
     if limit is not None or rows < num_tokens * min(k, slots_per_device):  # the worst case cannot overflow
-        rank_R, _ = group_ranks(jnp.where(slot_R < 0, -1, slot_R // slots_per_device), num_devices)
+        rank_R, asked_S = group_ranks(jnp.where(slot_R < 0, -1, slot_R // slots_per_device), num_devices)
         slot_R = jnp.where(rank_R < (rows if limit is None else jnp.minimum(rows, limit)), slot_R, -1)
     rank_R, counts_X = group_ranks(slot_R, num_slots)
     counts_Sx = counts_X.reshape(num_devices, slots_per_device)
@@ -69,7 +72,7 @@ def plan_send(slots_TK, *, num_devices: int, slots_per_device: int, rows: int, l
         .at[jnp.where(place_R < 0, num_rows, place_R)]
         .set(jnp.arange(place_R.size, dtype=jnp.int32) // k, mode="drop")
     )
-    return SendPlan(RowPlan(source_R, place_R.reshape(num_tokens, k)), counts_Sx, start_S)
+    return SendPlan(RowPlan(source_R, place_R.reshape(num_tokens, k)), counts_Sx, start_S, sent_S if asked_S is None else asked_S)
 
 
 def plan_receive(counts_Sx, start_S, *, num_rows: int) -> tuple[RowPlan, Any]:

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from moejax_kernels import group_ranks, permute, unpermute
 
-from moejax.config.model import MoEConfig
-from moejax.moe import copies, dispatch, transport
+from moejax.config.moe import MoEConfig
+from moejax.moe import copies, dispatch, overflow, transport
 from moejax.moe.transport import Peers, Traffic
 from moejax.parallel.axes import ROWS, TOKENS
 
@@ -28,8 +28,12 @@ class Visit(NamedTuple):
     """Weighted sums over the rows that found a place."""
     weight_T: Any
     """Sum of the weights of those rows."""
+    given_T: Any
+    """Weight with which results of other tokens' rows came in instead of rows without a place."""
     rows: Any
     """int32, how many there were."""
+    needed: Any
+    """Capacity factor with which nothing would have been dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +42,44 @@ class Stage:
 
     peers: Peers
     slots_per_peer: int
-    bucket: Callable[[int], int]
-    """Rows of a bucket (Q) for that many tokens."""
-    limit: Callable[[int], Any] = lambda num_tokens: None
-    """Traced number of rows a bucket may fill, or None for all of it."""
+    mean: Callable[[int], float]
+    """Rows of a bucket, on average, for that many tokens."""
+    choices: int
+    """Largest number of rows that one token can have in a bucket, if the peer has that many slots."""
+    static_factor: float
+    """The buffer's capacity factor; 0: the worst case."""
+    factor: Any = None
+    """Traced capacity factor at most as large, or None for all of the buffer."""
     transport: str = "all_to_all"
+
+    def bucket(self, num_tokens: int) -> int:
+        """Rows of a bucket (Q)."""
+        return dispatch.bucket_rows(
+            num_tokens,
+            choices=self.choices,
+            slots_per_device=self.slots_per_peer,
+            capacity_factor=self.static_factor,
+            mean_rows=self.mean(num_tokens),
+        )
+
+    def plan(self, slots_TK) -> dispatch.SendPlan:
+        """Which row goes where."""
+        num_tokens = slots_TK.shape[0]
+        limit = None if self.factor is None else jnp.maximum(1, jnp.round(self.factor * self.mean(num_tokens))).astype(jnp.int32)
+        return kept(
+            dispatch.plan_send(
+                slots_TK,
+                num_devices=self.peers.num,
+                slots_per_device=self.slots_per_peer,
+                rows=self.bucket(num_tokens),
+                limit=limit,
+                packed=self.transport == "ragged",
+            )
+        )
+
+    def needed(self, plan: dispatch.SendPlan, num_tokens: int):
+        """Capacity factor that would have been enough for this plan."""
+        return jnp.max(plan.asked_S).astype(jnp.float32) / self.mean(num_tokens)
 
 
 def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config: MoEConfig, control=None):
@@ -51,15 +88,15 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
     Args:
       x_BLD: rows split over the token axes.
       ids_BLK: chosen experts, -1 for none.
-      probs_BLK: weights; dropped rows' weights are given to the kept ones of the same token.
+      probs_BLK: weights.
       params: tree of weights [E, ., .]: experts split over `expert`, the dim named by `embed` over `fsdp`.
       apply_experts: (params of this device's slots, rows grouped by slot, group sizes) -> rows.
-      control: what changes between steps without compiling anew: `capacity_factor`, a float at most config.capacity_factor, and
-        `tables` of a placement (`copies.Tables`); either may be missing.
+      control: what changes between steps without compiling anew: `capacity_factor`, a float, of which config.capacity_factor bounds the
+        effect, and `tables` of a placement (`copies.Tables`); either may be missing.
 
     Returns:
-      y_BLD, and a report summed over all devices: `dropped` int32, rows that found no place; with a capacity `weight_lost`, the weight of
-      those choices, and `weight_given`, the part of it that other choices of the same token took over.
+      y_BLD, and a report over all devices: `dropped` int32, rows that found no place; with a capacity `weight_lost` and `weight_given`
+      (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped.
     """
     control = control or {}
     mesh = jax.sharding.get_abstract_mesh()
@@ -80,12 +117,14 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
         visit = _chain(config, slots_per_device, num_devices, ids_TK.shape[1], control.get("capacity_factor"))
         cut = lambda array: jnp.split(array, config.overlap_chunks)
         parts = [visit(*chunk, apply=run) for chunk in zip(cut(x_TD), cut(slots_TK), cut(probs_TK), strict=True)]
-        y_TD, weight_T = (jnp.concatenate([part[i] for part in parts]) for i in range(2))
-        report = {}
-        if config.capacity_factor:
-            y_TD, report = _compensate(y_TD, weight_T, probs_TK.sum(-1))
+        y_TD, weight_T, given_T = (jnp.concatenate([part[i] for part in parts]) for i in range(3))
         dropped = jnp.sum(ids_TK >= 0, dtype=jnp.int32) - sum(part.rows for part in parts)
-        report = jax.lax.psum({"dropped": dropped} | report, TOKENS)
+        report = jax.lax.psum({"dropped": dropped}, TOKENS)
+        if config.capacity_factor:
+            y_TD, moved = overflow.settle(y_TD, weight_T, given_T, probs_TK.sum(-1), renormalise=config.overflow == "renormalise")
+            report |= jax.lax.psum(moved, TOKENS)
+            needed = jnp.max(jnp.stack([part.needed for part in parts]))
+            report["needed_capacity"] = jax.lax.stop_gradient(jax.lax.pmax(needed, TOKENS))
         return y_TD.reshape(x_BLD.shape), report
 
     return on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control)
@@ -101,28 +140,17 @@ def _slots(ids_TK, tables: copies.Tables | None, *, num_experts: int):
 
 def _chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor):
     """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Visit."""
-    static = config.capacity_factor
-
-    def stage(peers, slots_per_peer, choices, mean, *, transport="all_to_all"):
-        bucket = lambda num_tokens: dispatch.bucket_rows(
-            num_tokens, choices=choices, slots_per_device=slots_per_peer, capacity_factor=static, mean_rows=mean(num_tokens)
-        )
-        limit = lambda num_tokens: None if factor is None else jnp.maximum(1, jnp.round(factor * mean(num_tokens))).astype(jnp.int32)
-        return Stage(peers, slots_per_peer, bucket, limit, transport)
-
+    stage = functools.partial(Stage, static_factor=config.capacity_factor, factor=factor)
     if config.transport != "hierarchical":
-        flat = stage(Peers(num_devices), slots_per_device, k, lambda num_tokens: num_tokens * k / num_devices, transport=config.transport)
-        return functools.partial(visit, stage=flat)
-    node_size = config.node_size
-    inside, across = transport.node_peers(num_devices, node_size)
-    num_nodes = num_devices // node_size
-    nodes_each = (
-        distinct_nodes(config.num_experts, num_nodes, k) if config.router.num_groups == 1 else min(num_nodes, config.router.groups_kept)
-    )
-    outer = stage(across, 1, min(k, num_nodes), lambda num_tokens: num_tokens * nodes_each / num_nodes)
-    # T tokens of each device make T*K choices, which end on the T' rows that a device of the node took in for others
-    choices_of_row = num_nodes * k / nodes_each / num_nodes
-    inner = stage(inside, slots_per_device, k, lambda num_rows: num_rows * choices_of_row / node_size)
+        mean = lambda num_tokens: num_tokens * k / num_devices
+        flat = stage(Peers(num_devices), slots_per_device, mean, k, transport=config.transport)
+        return functools.partial(visit, stage=flat, similar=overflow.of(config))
+    inside, across = transport.node_peers(num_devices, config.node_size)
+    limited = config.router.num_groups > 1
+    nodes = min(across.num, config.router.groups_kept) if limited else distinct_nodes(config.num_experts, across.num, k)
+    outer = stage(across, 1, lambda num_tokens: num_tokens * nodes / across.num, min(k, across.num))
+    # a row of the first stage stands for k / nodes choices, which spread over the node's devices
+    inner = stage(inside, slots_per_device, lambda num_rows: num_rows * k / nodes / inside.num / max(config.capacity_factor, 1), k)
     return functools.partial(visit_by_node, outer=outer, inner=inner)
 
 
@@ -134,30 +162,31 @@ def distinct_nodes(num_experts: int, num_nodes: int, k: int) -> float:
     return num_nodes * (1 - missed)
 
 
-def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage) -> Visit:
+def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Similar | None = None) -> Visit:
     """There and back in one exchange each way."""
-    peers, packed, num_tokens = stage.peers, stage.transport == "ragged", x_TD.shape[0]
-    rows = stage.bucket(num_tokens)
-    plan = kept(
-        dispatch.plan_send(
-            slots_TK, num_devices=peers.num, slots_per_device=stage.slots_per_peer, rows=rows, limit=stage.limit(num_tokens), packed=packed
-        )
-    )
+    peers, num_tokens = stage.peers, x_TD.shape[0]
+    plan = stage.plan(slots_TK)
     counts_Sx = kept(peers.exchange(plan.counts_Sx))
-    num_rows = peers.num * rows
-    arrived_S = counts_Sx.sum(1, dtype=jnp.int32)
-    arrive_start_S = jnp.cumsum(arrived_S) - arrived_S if packed else jnp.arange(peers.num, dtype=jnp.int32) * rows
+    rows, arrived_S = stage.bucket(num_tokens), counts_Sx.sum(1, dtype=jnp.int32)
+    packed_S, spread_S = jnp.cumsum(arrived_S, dtype=jnp.int32) - arrived_S, jnp.arange(peers.num, dtype=jnp.int32) * rows
+    arrive_start_S = packed_S if stage.transport == "ragged" else spread_S
     traffic = Traffic(plan.start_S, plan.sent_S, arrive_start_S, arrived_S)
     send = functools.partial(transport.FLAT[stage.transport], peers=peers)
-    arrived_WD = send(permute(x_TD, plan.rows), traffic)
+    out_RD = permute(x_TD, plan.rows)
+    arrived_WD = send(out_RD, traffic)
     if peers.num == 1:  # one sender's rows come grouped
         home_RD = apply(arrived_WD, counts_Sx[0])
     else:
-        grouping, sizes_x = kept(dispatch.plan_receive(counts_Sx, arrive_start_S, num_rows=num_rows))
+        grouping, sizes_x = kept(dispatch.plan_receive(counts_Sx, arrive_start_S, num_rows=peers.num * rows))
         done_WD = apply(permute(arrived_WD, grouping), sizes_x)
         home_RD = send(permute(done_WD, dispatch.inverse(grouping)), traffic.reversed())
+    y_TD = unpermute(home_RD, plan.rows, probs_TK)
     weight_T = jnp.sum(jnp.where(plan.rows.slot_TK >= 0, probs_TK, 0), -1)
-    return Visit(unpermute(home_RD, plan.rows, probs_TK), weight_T, jnp.sum(plan.sent_S, dtype=jnp.int32))
+    given_T = jnp.zeros_like(weight_T)
+    if similar is not None:
+        borrowed_TD, given_T = similar.borrow(x_TD, out_RD, home_RD, plan, slots_TK, probs_TK)
+        y_TD = y_TD + borrowed_TD
+    return Visit(y_TD, weight_T, given_T, jnp.sum(plan.sent_S, dtype=jnp.int32), stage.needed(plan, num_tokens))
 
 
 def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage) -> Visit:
@@ -170,11 +199,7 @@ def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage
     node_TK = jnp.where(slots_TK < 0, -1, slots_TK // slots_per_node)
     earlier_KK = jnp.tri(slots_TK.shape[1], k=-1, dtype=bool)
     repeated_TK = jnp.any((node_TK[:, :, None] == node_TK[:, None, :]) & earlier_KK, -1)
-    plan = kept(
-        dispatch.plan_send(
-            jnp.where(repeated_TK, -1, node_TK), num_devices=peers.num, slots_per_device=1, rows=rows, limit=outer.limit(num_tokens)
-        )
-    )
+    plan = outer.plan(jnp.where(repeated_TK, -1, node_TK))
     node_W1 = jnp.arange(peers.num * rows)[:, None] // rows
     source_W1 = plan.rows.source_R[:, None]
     here_WK = (source_W1 >= 0) & (node_TK[plan.rows.source_R] == node_W1)
@@ -184,7 +209,9 @@ def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage
     inside = visit(peers.exchange(permute(x_TD, plan.rows)), slots_WK, peers.exchange(probs_WK), apply=apply, stage=inner)
     ones_TK = jnp.ones_like(probs_TK)
     home = lambda rows_WD: unpermute(peers.exchange(rows_WD), plan.rows, ones_TK)
-    return Visit(home(inside.y_TD), home(inside.weight_T[:, None])[:, 0], inside.rows)
+    needed = jnp.maximum(inside.needed, outer.needed(plan, num_tokens))
+    weight_T = home(inside.weight_T[:, None])[:, 0]
+    return Visit(home(inside.y_TD), weight_T, jnp.zeros_like(weight_T), inside.rows, needed)
 
 
 def gather_shards(array, spec: P):
@@ -193,13 +220,3 @@ def gather_shards(array, spec: P):
         if axes == "fsdp" and jax.lax.axis_size("fsdp") > 1:
             array = jax.lax.all_gather(array, "fsdp", axis=dim, tiled=True)
     return array
-
-
-def _compensate(y_TD, weight_T, total_T):
-    """Scales each token's sum to the weight it would have without drops, exactly by 1 where nothing was dropped; all dropped: 0."""
-    some_T = weight_T > 0
-    scale_T = jnp.where(some_T, total_T / jnp.where(some_T, weight_T, 1), 0)
-    lost_T = total_T - weight_T
-    report = {"weight_lost": jnp.sum(lost_T), "weight_given": jnp.sum(jnp.where(some_T, lost_T, 0))}
-    y_TD = (y_TD.astype(scale_T.dtype) * scale_T[:, None]).astype(y_TD.dtype)
-    return y_TD, jax.lax.stop_gradient(report)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.config.model import RouterConfig
+from moejax.config.moe import RouterConfig
 from moejax.moe.expert_parallel import KEPT
 
 

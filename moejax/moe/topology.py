@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.config.model import RouterConfig
+from moejax.config.moe import RouterConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

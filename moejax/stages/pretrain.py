@@ -21,6 +21,7 @@ from moejax.checkpoint.store import Checkpointer, MissingCheckpointError
 from moejax.config.errors import ConfigError
 from moejax.config.load import to_json
 from moejax.config.mesh import ProcessConfig
+from moejax.config.model import ModelConfig
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
@@ -36,6 +37,7 @@ from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
+from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program
@@ -99,6 +101,9 @@ class Run:
         self.main = jax.process_index() == 0
         self.folder = Path(config.out_dir) / config.name
         self.program = make_program(config.model, config.losses, config.optim, config.train)
+        self.steps: dict[float, Any] = {}
+        if adaptive := config.model.moe.adaptive.highest:
+            self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
@@ -136,11 +141,44 @@ class Run:
         if found is None:
             self.say(f"start     fresh weights, seed {self.config.train.seed}")
             with refuse_replication():
-                return init_state(self.model, self.program.optimizer, self.mesh, self.config.train.seed)
-        state, host = self.checkpoints.restore(found, like=placed_shapes(self.model, self.program.optimizer, self.mesh))
+                return init_state(self.config.model, self.program.optimizer, self.mesh, self.config.train.seed)
+        state, host = self.checkpoints.restore(found, like=placed_shapes(self.config.model, self.program.optimizer, self.mesh))
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
+
+    def step_for(self, state: TrainState, batches, capacity_factor: float | None = None):
+        """The compiled step whose buffers hold what the layers may fill; one for each size of buffer, compiled when it is first needed.
+
+        Args:
+          capacity_factor: the largest of a layer; None: ask the state.
+        """
+        adaptive, size = self.config.model.moe.adaptive, self.config.model.moe.capacity_factor
+        if adaptive.highest:
+            largest = capacity_factor or float(control_metrics(state.control)["capacity_factor_max"])
+            size = buffer_size(adaptive, largest)
+        if size not in self.steps:
+            config = self.config
+            if adaptive.highest:
+                self.program = make_program(with_capacity(config.model, size), config.losses, config.optim, config.train)
+            self.steps[size] = self.compile(state, batches)
+            self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
+            if adaptive.highest:
+                self.say(
+                    f"capacity  buffers for {size:.3g} times the mean rows, one of {', '.join(f'{each:.3g}' for each in adaptive.sizes())}"
+                )
+        return self.steps[size]
+
+    def rebalance(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        """Places experts and copies anew by the loads counted so far; says what that should bring."""
+        control, sources, values = decide(self.config.model, jax.device_get(state.control), num_devices=self.mesh.shape["expert"])
+        state = dataclasses.replace(state, control=jax.device_put(control, state.step.sharding))
+        if sources:
+            weights = state.params, state.opt_state
+            move = jax.jit(move_experts, donate_argnums=0, out_shardings=jax.tree.map(lambda array: array.sharding, weights))
+            params, opt_state = move(weights, sources)
+            state = dataclasses.replace(state, params=params, opt_state=opt_state)
+        return state, values
 
     def compile(self, state: TrainState, batches):
         """The compiled step; XLA replicating a tensor by itself is an error."""
@@ -173,7 +211,7 @@ class Run:
         """Order-2 byte Markov model of the training split; None without a byte tokenizer."""
         return fit_baseline(self.config.data) if self.config.data.tokenizer == "bytes" else None
 
-    def evaluate(self, params: dict) -> tuple[float, float | None] | None:
+    def evaluate(self, state: TrainState) -> tuple[float, float | None] | None:
         """Held-out loss in nats per target, and the Markov model's on the same targets (None without a byte tokenizer).
 
         None if SIGTERM came meanwhile to a run of one process: saving goes before the rest of the evaluation.
@@ -185,8 +223,8 @@ class Run:
                     return None
                 placed = place_batch(batch, self.mesh, accumulation=self.config.train.accumulation)
                 if self.eval_program is None:
-                    self.eval_program = self.compile_evaluation(params, placed)
-                nll, weight = self.eval_program(params, placed)
+                    self.eval_program = self.compile_evaluation(state, placed)
+                nll, weight = self.eval_program(state.params, state.control, placed)
                 local = self.markov.batch_nats(batch)[0] if self.markov else 0.0
                 theirs = multihost_utils.process_allgather(np.float64(local)).sum() if jax.process_count() > 1 else local
                 sums += float(nll), float(weight), theirs
@@ -196,10 +234,12 @@ class Run:
             )
         return sums[0] / sums[1], sums[2] / sums[1] if self.markov else None
 
-    def compile_evaluation(self, params: dict, batches) -> jax.stages.Compiled:
+    def compile_evaluation(self, state: TrainState, batches) -> jax.stages.Compiled:
         """The compiled evaluation of one global batch; held to the same rule as the step."""
         losses = self.config.losses
-        lowered = eval_step.lower(params, batches, config=self.model, index=losses.index, chunk_tokens=losses.chunk_tokens)
+        lowered = eval_step.lower(
+            state.params, state.control, batches, config=self.model, index=losses.index, chunk_tokens=losses.chunk_tokens
+        )
         with refuse_replication():
             compiled = lowered.compile()
         agree("evaluation", fingerprint(lowered))
@@ -221,6 +261,11 @@ class Run:
         self.checkpoints.close()
         self.loader.close()
         self.stop.close()
+
+
+def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:
+    """The model with buffers of that size."""
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=capacity_factor))
 
 
 def fingerprint(lowered: jax.stages.Lowered) -> str:
@@ -245,12 +290,12 @@ def run(config: RunConfig, console: Console) -> Outcome:
             job.say(f"stopped   SIGTERM: saved after step {steps} in {job.checkpoints.folder}")
             job.close()
             return Outcome(np.nan, None, False)
-        heldout, baseline = job.evaluate(state.params) or (np.nan, None)
+        heldout, baseline = job.evaluate(state) or (np.nan, None)
         versus = f"; order-2 byte Markov model on the same targets {baseline:.4f}" if baseline is not None else ""
         job.say(f"held out  {heldout:.4f} nats a token{versus}")
         with contextlib.closing(job.metrics(steps)) as writer:
             writer.write(steps, {"heldout_nats": heldout} | ({"markov_nats": baseline} if baseline is not None else {}))
-        continue_text(job, state.params)
+        continue_text(job, state)
     job.say(f"run       {job.folder}, {time.perf_counter() - began_s:.0f} s in all")
     job.close()
     return Outcome(heldout, baseline, True)
@@ -259,7 +304,7 @@ def run(config: RunConfig, console: Console) -> Outcome:
 def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Steps until the config's last one, or until SIGTERM; says whether it got to the end."""
     config, first = job.config, int(state.step)
-    timer, compiled, finished = StepTimer(), None, True
+    timer, capacity, finished = StepTimer(), None, True
     with (
         contextlib.closing(job.metrics(first)) as writer,
         contextlib.closing(ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)) as bar,
@@ -270,15 +315,18 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
         for step in range(first + 1, config.train.steps + 1):
             with timer.part("data"):
                 batches = job.next_batch()
-            if compiled is None:
-                compiled = job.compile(state, batches)
-                job.say(describe(job.plan, job.program.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+            compiled = job.step_for(state, batches, capacity)
+            if step == first + 1:
                 timer.lap()
             profiler.before(step)
             with timer.part("compute"):
                 state, out = compiled(state, batches)
                 values = {name: float(value) for name, value in out.scalars.items()}
+            capacity = values.get("capacity_factor_max")
             profiler.after(step)
+            if config.model.moe.copies.every and step % config.model.moe.copies.every == 0:
+                state, loads = job.rebalance(state)
+                values |= loads
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:
@@ -292,7 +340,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             values |= timer.lap()
             values |= job.speed(values)
             due = config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps
-            if evaluated := job.evaluate(state.params) if due else None:
+            if evaluated := job.evaluate(state) if due else None:
                 values["heldout_nats"] = evaluated[0]
                 timer.lap()
             if step % config.train.log_every == 0 or step == config.train.steps or evaluated:
@@ -313,7 +361,7 @@ def refuse_non_finite(job: Run, step: int, out) -> None:
         raise DivergedError(f"step {step}: the first non-finite value is in {where}.")
 
 
-def continue_text(job: Run, params: dict) -> None:
+def continue_text(job: Run, state: TrainState) -> None:
     """Prints a continuation of the held-out text's beginning."""
     count = job.config.observe.sample_tokens
     if not count:
@@ -323,6 +371,6 @@ def continue_text(job: Run, params: dict) -> None:
         prompt = next(loader).tokens_BL[0, : window // 4]
     if jax.process_count() > 1:
         prompt = multihost_utils.broadcast_one_to_all(prompt)
-    tokens = sample(job.model, params, prompt, num_tokens=count, window=window)
+    tokens = sample(job.model, state.params, prompt, num_tokens=count, window=window, control=state.control)
     job.say(f"sample    after {job.loader.tokenizer.decode(prompt[-60:])!r}:")
     job.say(job.loader.tokenizer.decode(tokens))

@@ -12,21 +12,23 @@ from moejax.data.batch import Batch
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.parallel.processes import agree
+from moejax.train.control import told
 from moejax.train.placement import place_batch
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index", "chunk_tokens"))
-def eval_step(params: dict, batches, *, config: ModelConfig, index: str = "none", chunk_tokens: int = 1024):
+def eval_step(params: dict, control: dict, batches, *, config: ModelConfig, index: str = "none", chunk_tokens: int = 1024):
     """Sum of negative log-likelihoods in nats and sum of weights over [A, B, L] batches, one microbatch after the other.
 
     Args:
+      control: the train state's.
       index: "dense" while sparse attention is still dense (the indexer's warm-up).
       chunk_tokens: tokens of each row whose logits a device holds at once.
     """
     switches = Switches(index="dense" if index == "dense" else "none")
 
     def add(sums, batch):
-        output = language_model.forward(config, params, batch, switches)
+        output = language_model.forward(config, params, batch, switches, control=told(config, control))
         parts = language_model.cross_entropy_sums(output, batch, chunk_tokens=chunk_tokens)
         return (sums[0] + parts.nll_sum, sums[1] + parts.weight_sum), None
 
@@ -36,15 +38,24 @@ def eval_step(params: dict, batches, *, config: ModelConfig, index: str = "none"
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
-def _draw(params: dict, batches, last, key, *, config: ModelConfig, temperature: float):
+def _draw(params: dict, control: dict, batches, last, key, *, config: ModelConfig, temperature: float):
     """The token after position `last` of the first row, the same on all devices."""
-    logits_BLV = language_model.logits(config, params, jax.tree.map(lambda array: array[0], batches))
+    batch = jax.tree.map(lambda array: array[0], batches)
+    logits_BLV = language_model.logits(config, params, batch, control=told(config, control))
     logits_V = jax.lax.with_sharding_constraint(jax.lax.dynamic_index_in_dim(logits_BLV, last, 1, keepdims=False), P())[0]
     return jax.random.categorical(key, logits_V / temperature)
 
 
 def sample(
-    config: ModelConfig, params: dict, prompt, *, num_tokens: int, window: int, seed: int = 0, temperature: float = 0.8
+    config: ModelConfig,
+    params: dict,
+    prompt,
+    *,
+    num_tokens: int,
+    window: int,
+    seed: int = 0,
+    temperature: float = 0.8,
+    control: dict | None = None,
 ) -> np.ndarray:
     """Tokens drawn one by one after a prompt, on the whole mesh; the window is computed anew for each, in one row per token shard.
 
@@ -54,6 +65,7 @@ def sample(
       params: weights where training has them.
       prompt: integers [P], P < window.
       window: tokens the model sees; older ones are left out.
+      control: the train state's, if it has one.
 
     Returns:
       int32 [num_tokens].
@@ -67,7 +79,7 @@ def sample(
         row_L, ids_L = np.zeros(window, np.int32), np.full(window, -1, np.int32)
         row_L[: len(seen)], ids_L[: len(seen)] = seen, 0
         batch = Batch.build(np.tile(row_L, (rows, 1)), np.tile(ids_L, (rows, 1)))
-        args = params, place_batch(batch, mesh, accumulation=1), jnp.int32(len(seen) - 1), key
+        args = params, control or {}, place_batch(batch, mesh, accumulation=1), jnp.int32(len(seen) - 1), key
         if compiled is None:
             compiled = _draw.lower(*args, config=config, temperature=temperature).compile()
             agree("sampling", f"{num_tokens} tokens")

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.config.model import ModelConfig
 from moejax.model import language_model
+from moejax.train.control import init_control
 
 
 @jax.tree_util.register_dataclass
@@ -26,13 +27,16 @@ class TrainState:
     """int32, steps skipped for a non-finite loss or gradient."""
     skipped_in_a_row: Any
     """int32, of which the last ones in a row."""
+    control: dict = dataclasses.field(default_factory=dict)
+    """What layers are told besides the batch and what that is decided from (moejax.train.control); {} if nothing changes."""
 
 
-def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes and dtypes of a state."""
+def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, *, num_devices: int = 1) -> TrainState:
+    """Shapes and dtypes of a state; `num_devices`: size of mesh.expert."""
     params = language_model.shapes(config)
     counter = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
+    control = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init_control(config, num_devices))
+    return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter, control)
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -47,14 +51,15 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
         return found if leaf.ndim else everywhere
 
     opt_state = jax.tree_util.tree_map_with_path(place, state_shapes(config, optimizer).opt_state)
-    return TrainState(params, opt_state, everywhere, everywhere, everywhere)
+    control = jax.tree.map(lambda _: everywhere, init_control(config, mesh.shape["expert"]))
+    return TrainState(params, opt_state, everywhere, everywhere, everywhere, control)
 
 
 def placed_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and places of a state."""
     return jax.tree.map(
         lambda like, place: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place),
-        state_shapes(config, optimizer),
+        state_shapes(config, optimizer, num_devices=mesh.shape["expert"]),
         state_shardings(config, optimizer, mesh),
     )
 
@@ -65,4 +70,5 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, mes
     places = state_shardings(config, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
     zero = jax.device_put(jnp.zeros((), jnp.int32), places.step)
-    return TrainState(params, opt_state, zero, jnp.copy(zero), jnp.copy(zero))
+    control = jax.device_put(init_control(config, mesh.shape["expert"]), places.step)
+    return TrainState(params, opt_state, zero, jnp.copy(zero), jnp.copy(zero), control)

@@ -13,14 +13,16 @@ from moejax.losses import router_bias
 from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
 from moejax.optim.clip import clip_by_global_norm
+from moejax.train.control import control_metrics, told, update
 from moejax.train.state import TrainState
 
 
-def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches):
+def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches, *, control: dict | None = None):
     """Loss, gradients and report of a global batch.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
+      control: what layers are told (`control.told`).
 
     Returns:
       loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
@@ -30,10 +32,11 @@ def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, sw
     run = functools.partial(objective, config, losses, whole=whole, switches=switches)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
-        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first), has_aux=True)(params)
+        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control), has_aux=True)(params)
         return loss, grads, report
     counted = losses.balance == "global" or config.moe.router.overload_strength > 0
-    control = _whole_load(run, params, batches) if counted else None
+    if counted:
+        control = _whole_load(functools.partial(run, control=control), params, batches, control or {})
     differentiate = jax.value_and_grad(lambda params, batch: run(params, batch, control=control), has_aux=True)
 
     def add(sums, batch):
@@ -52,8 +55,8 @@ def _add_up(sums, parts):
     return jax.tree.map(lambda a, b: a & b if a.dtype == bool else a + b, sums, parts)
 
 
-def _whole_load(run, params, batches):
-    """Rows per expert of the whole global batch, by routing every microbatch once without gradients, as what the layers are told.
+def _whole_load(run, params, batches, control: dict):
+    """What layers are told, with the rows per expert of the whole global batch, by routing every microbatch once without gradients.
 
     Under the soft constraint this first pass weighs by each microbatch's own loads, so the counts behind the first sparse layer are
     those of slightly other weights.
@@ -62,13 +65,26 @@ def _whole_load(run, params, batches):
     def load_of(batch):
         layers = run(params, batch)[1].layers
         return {
-            section: {place: {"global_load_E": layer["load_E"]} for place, layer in places.items() if "load_E" in layer}
-            for section, places in layers.items()
+            section: {place: layer["load_E"] for place, layer in places.items() if "load_E" in layer} for section, places in layers.items()
         }
 
     first = jax.tree.map(lambda array: array[0], batches)
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(load_of, first))
-    return jax.lax.scan(lambda sums, batch: (_add_up(sums, load_of(batch)), None), zeros, batches)[0]
+    loads = jax.lax.scan(lambda sums, batch: (_add_up(sums, load_of(batch)), None), zeros, batches)[0]
+    return {
+        section: {place: control.get(section, {}).get(place, {}) | {"global_load_E": load} for place, load in places.items()}
+        for section, places in loads.items()
+    }
+
+
+LAYER_METRICS = {
+    "weight_lost": "dropped_weight",
+    "weight_given": "dropped_weight_given",
+    "overloaded": "overloaded_experts",
+    "scaled_rows": "overloaded_rows",
+    "removed_weight": "overloaded_weight",
+}
+"""What layers report -> metric, summed over layers."""
 
 
 class StepOutput(NamedTuple):
@@ -100,7 +116,8 @@ def train_step(
       clip_norm: largest global norm of the gradients; 0: no clipping.
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
-    loss, grads, report = gradients(config, losses, state.params, batches, switches)
+    control = told(config, state.control, step=state.step)
+    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control)
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
@@ -114,6 +131,7 @@ def train_step(
         state.step + 1,
         state.skipped + skip,
         (state.skipped_in_a_row + skip) * skip,
+        update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]),
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
     if switches.debug:
@@ -159,5 +177,13 @@ def step_metrics(loss, norm, report: Report, whole, state: TrainState) -> dict:
     if layers:
         imbalance = [jnp.max(layer["load_E"].max(-1) / jnp.maximum(layer["load_E"].mean(-1), 1e-9)) for layer in layers]
         metrics["expert_load_max_over_mean"] = jnp.max(jnp.stack(imbalance))
-        metrics["dropped_rows"] = sum(jnp.sum(layer["dropped"]) for layer in layers)
+        total = lambda name: sum(jnp.sum(layer[name]) for layer in layers if name in layer)
+        metrics["dropped_rows"] = total("dropped")
+        for name, metric in LAYER_METRICS.items():
+            if any(name in layer for layer in layers):
+                metrics[metric] = total(name)
+        if any("distance_rows_3" in layer for layer in layers):
+            rows_3 = jnp.sum(jnp.stack([layer["distance_rows_3"].reshape(-1, 3).sum(0) for layer in layers]), 0)
+            metrics |= {"rows_on_device": rows_3[0], "rows_in_node": rows_3[1], "rows_across_nodes": rows_3[2]}
+    metrics |= control_metrics(state.control)
     return metrics

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from moejax_kernels import grouped_mlp
+from moejax_kernels import group_ranks, grouped_mlp
 
-from moejax.config.model import MoEConfig
+from moejax.config.moe import MoEConfig
+from moejax.moe import copies, placement
 from moejax.moe.expert_parallel import expert_parallel
 from moejax.parallel.axes import ROWS
 from moejax.parallel.axes import spec as spec_of
@@ -132,3 +133,134 @@ def test_float32_and_awkward_choices_equal_the_definition(transport, choice):
     assert report["dropped"] == 0
     empty = np.bincount(inputs[1][inputs[1] >= 0], minlength=EXPERTS) == 0
     assert not any(array[empty].any() for array in got[1][2].values()), "an expert that nobody chose gets gradient 0"
+
+
+def placed(inputs, expert_at_E):
+    """The same layer with the weights where a placement wants them."""
+    x, ids, probs, weights, dy = inputs
+    return x, ids, probs, {name: array[expert_at_E] for name, array in weights.items()}, dy
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "hierarchical"])
+@pytest.mark.parametrize("move", [False, True], ids=["copies", "copies and other homes"])
+def test_copies_and_other_homes_change_no_value_and_no_gradient(move, transport):
+    """Gradients of copies are summed at home: they equal those of the experts that nobody copied."""
+    config = dataclasses.replace(CONFIG, transport=transport, node_size=2 if transport == "hierarchical" else 0)
+    with jax.enable_x64():
+        inputs = arrays("float64")
+        load_E = np.bincount(inputs[1][inputs[1] >= 0], minlength=EXPERTS)
+        at_E = placement.place(load_E, num_devices=4) if move else np.arange(EXPERTS, dtype=np.int32)
+        copy_SC, share_SC = placement.copies(load_E[at_E], num_devices=4, copies_per_device=2)
+        plan = placement.Plan(expert_at_E=at_E, copy_SC=copy_SC, share_SC=share_SC)
+        assert (copy_SC >= 0).sum() >= 2
+        y_BLD, (dx, dprobs, dweights), report = run(config, placed(inputs, at_E), {"tables": copies.tables(plan)}, fsdp=2, expert=4)
+        want_y, (want_dx, want_dprobs, want_dweights) = definition(inputs)
+        check((y_BLD, dx, dprobs), (want_y, want_dx, want_dprobs), TOLERANCE["float64"])
+        check(dweights, {name: array[at_E] for name, array in want_dweights.items()}, TOLERANCE["float64"])
+        assert report["dropped"] == 0
+
+
+def test_copies_even_out_what_devices_compute():
+    """896 experts of lognormal popularity on 64 devices, 256 tokens on each: rows counted after the slots were chosen."""
+    rng = np.random.default_rng(0)
+    num_experts, num_devices, tokens, chosen = 896, 64, 256, 16
+    popularity_E = rng.lognormal(0, 1, num_experts)
+    draw = lambda: rng.choice(num_experts, (num_devices, tokens, chosen), p=popularity_E / popularity_E.sum()).astype(np.int32)
+    plan = placement.plan(np.bincount(draw().reshape(-1), minlength=num_experts), num_devices=num_devices, copies_per_device=1, num_nodes=1)
+    tables, ids_STK = jax.device_put(copies.tables(plan)), draw()
+
+    @jax.jit
+    def rows(ids_TK, device):
+        rank_R, _ = group_ranks(ids_TK.reshape(-1), num_experts)
+        slots_TK = copies.slots_of(ids_TK, rank_R.reshape(ids_TK.shape), tables, device=device)
+        return jnp.bincount(slots_TK.reshape(-1) // (num_experts // num_devices + 1), length=num_devices)
+
+    load_S = np.sum([rows(ids_TK, device) for device, ids_TK in enumerate(ids_STK)], 0)
+    before_S = np.bincount(ids_STK.reshape(-1) // (num_experts // num_devices), minlength=num_devices)
+    assert before_S.max() / before_S.mean() > 2.0
+    # planned on one draw of 262,144 rows and measured on another: 4,096 rows a device, whose own noise is 1.6 % of the mean each
+    assert load_S.sum() == ids_STK.size and load_S.max() / load_S.mean() < 1.08
+
+
+def test_a_traced_capacity_below_the_buffer_drops_as_a_buffer_of_that_size():
+    small, large = (dataclasses.replace(CONFIG, capacity_factor=factor) for factor in (0.75, 2.0))
+    inputs = arrays("float32")
+    *want, want_report = run(small, inputs, fsdp=2, expert=4)
+    *got, report = run(large, inputs, {"capacity_factor": np.float32(0.75)}, fsdp=2, expert=4)
+    check(got, want, TOLERANCE["float32"])  # the buffer's size sets the order of sums
+    assert report == want_report and report["dropped"] > 0
+    enough = float(report["needed_capacity"])
+    assert run(large, inputs, {"capacity_factor": np.float32(enough)}, fsdp=2, expert=4)[2]["dropped"] == 0 or enough > 2
+    assert run(dataclasses.replace(CONFIG, capacity_factor=enough), inputs, fsdp=2, expert=4)[2]["dropped"] == 0
+    assert run(dataclasses.replace(CONFIG, capacity_factor=0.95 * enough), inputs, fsdp=2, expert=4)[2]["dropped"] > 0
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "hierarchical"])
+def test_every_row_and_every_weight_is_accounted_for_under_a_capacity(transport):
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5, transport=transport, node_size=2 if transport == "hierarchical" else 0)
+    x, ids, probs, weights, dy = arrays("float32")
+    ones = {
+        "gate_EDF": np.ones_like(weights["gate_EDF"]),
+        "up_EDF": np.ones_like(weights["up_EDF"]),
+        "down_EFD": np.ones_like(weights["down_EFD"]),
+    }
+    y_BLD, _, report = run(config, (np.ones_like(x), ids, probs, ones, dy), fsdp=2, expert=4)
+    unit = run(CONFIG, (np.ones_like(x), ids, np.ones_like(probs), ones, dy))[0][0, 0, 0] / CHOSEN  # what one row of weight 1 gives
+    total_BL = np.where(ids >= 0, probs, 0).sum(-1)
+    got_BL = y_BLD[..., 0] / unit
+    np.testing.assert_allclose(got_BL[got_BL > 0], total_BL[got_BL > 0], rtol=1e-5)
+    missing = total_BL[got_BL == 0].sum()
+    assert 0 < report["dropped"] < (ids >= 0).sum() and 0 < report["weight_given"] < report["weight_lost"]
+    np.testing.assert_allclose(report["weight_lost"] - report["weight_given"], missing, rtol=1e-5)
+
+
+def similar_by_hand(inputs, config: MoEConfig, num_devices: int):
+    """Sender after sender: rows that find no place take the most similar kept row of their expert; values alone, float64."""
+    x, ids, probs, weights, _ = inputs
+    x, probs, weights = jax.tree.map(np.float64, (x, probs, weights))
+    per_device, y = EXPERTS // num_devices, np.zeros(x.shape)
+    lost = given = 0.0
+
+    def expert(e, row):
+        gate = row @ weights["gate_EDF"][e]
+        return (gate / (1 + np.exp(-gate)) * (row @ weights["up_EDF"][e])) @ weights["down_EFD"][e]
+
+    for rows in np.split(np.arange(BATCH), 8):
+        places = max(1, round(config.capacity_factor * rows.size * LENGTH * CHOSEN / num_devices))
+        used, kept_rows, late = np.zeros(num_devices, int), {e: [] for e in range(EXPERTS)}, []
+        for row in rows:
+            for at in range(LENGTH):
+                for e, weight in zip(ids[row, at], probs[row, at], strict=True):
+                    if e < 0:
+                        continue
+                    found = used[e // per_device] < places
+                    used[e // per_device] += 1
+                    if found:
+                        kept_rows[e].append((row, at))
+                        y[row, at] += weight * expert(e, x[row, at])
+                    else:
+                        late.append((row, at, e, weight))
+        for row, at, e, weight in late:
+            lost += weight
+            if kept_rows[e]:
+                candidates = np.array([x[other] for other in kept_rows[e]])
+                cosines = candidates @ x[row, at] / np.linalg.norm(x[row, at]) / np.linalg.norm(candidates, axis=1)
+                part = max(cosines.max(), 0)
+                given += weight * part
+                y[row, at] += weight * part * expert(e, candidates[cosines.argmax()])
+    return y, lost, given
+
+
+def test_a_row_without_a_place_takes_the_most_similar_kept_row_of_its_expert():
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5, overflow="similar", overflow_share=1.0, overflow_candidates=LENGTH)
+    inputs = arrays("float32")
+    y_BLD, grads, report = run(config, inputs, fsdp=2, expert=4)
+    want, lost, given = similar_by_hand(inputs, config, num_devices=4)
+    check(y_BLD, want, 1e-5)
+    np.testing.assert_allclose([report["weight_lost"], report["weight_given"]], [lost, given], rtol=1e-5)
+    assert given > 0
+    # weights' gradients by central differences in one direction, float32: rounding of the values over the step
+    direction = np.random.default_rng(1).normal(size=inputs[3]["down_EFD"].shape).astype(np.float32)
+    moved = lambda step: (*inputs[:3], inputs[3] | {"down_EFD": inputs[3]["down_EFD"] + step * direction}, inputs[4])
+    values = [np.vdot(run(config, moved(step), fsdp=2, expert=4)[0], inputs[4]) for step in (0.5, -0.5)]  # linear in this weight
+    np.testing.assert_allclose(values[0] - values[1], np.vdot(grads[2]["down_EFD"], direction), rtol=1e-3)

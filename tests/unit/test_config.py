@@ -9,16 +9,8 @@ from moejax.config.data import DataConfig, SourceConfig
 from moejax.config.errors import ConfigError
 from moejax.config.mesh import AXES, BUILT, MeshConfig, ProcessConfig
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig, RopeConfig
-from moejax.config.model import (
-    ActivationConfig,
-    LayerKind,
-    ModelConfig,
-    MoEConfig,
-    PrecisionConfig,
-    ResidualConfig,
-    RouterConfig,
-    plan_layers,
-)
+from moejax.config.model import ActivationConfig, LayerKind, ModelConfig, PrecisionConfig, ResidualConfig, plan_layers
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.run import RunConfig, layer_plan, resolve
 from moejax.config.training import CheckpointConfig, GroupConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
 

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh
 from moejax.config.errors import ConfigError
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
-from moejax.config.model import ModelConfig, MoEConfig, ResidualConfig, RouterConfig
+from moejax.config.model import ModelConfig, ResidualConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.run import RunConfig, indexer_paths, resolve
 from moejax.config.training import TrainConfig
 from moejax.model import language_model

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
-from moejax.config.model import ActivationConfig, ModelConfig, MoEConfig, ResidualConfig, RouterConfig
+from moejax.config.model import ActivationConfig, ModelConfig, ResidualConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.hf.load import read_config
 from moejax.model import counting, language_model
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from moejax.config.model import MoEConfig
+from moejax.config.moe import MoEConfig
 from moejax.moe import dispatch
 from moejax.moe.expert_parallel import expert_parallel
 from moejax.parallel.axes import ROWS

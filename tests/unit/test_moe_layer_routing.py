@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from moejax_kernels.segments import Segments
 
-from moejax.config.model import RouterConfig
+from moejax.config.moe import RouterConfig
 from moejax.losses.router_bias import margin_histogram
 from moejax.moe import topology
 from moejax.moe.layer_routing import choose_layer, weigh_layer

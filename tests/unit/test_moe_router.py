@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.model import RouterConfig
+from moejax.config.moe import RouterConfig
 from moejax.moe.router import choose, overload_factor, route, weigh
 
 EXPERTS, CHOSEN = 8, 3
