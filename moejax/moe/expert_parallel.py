@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,8 +41,8 @@ class Stage:
 
     peers: Peers
     slots_per_peer: int
-    mean: Callable[[int], float]
-    """Rows of a bucket, on average, for that many tokens."""
+    mean_rows: float
+    """Rows of a bucket, on average, for each token that a device has at home."""
     choices: int
     """Largest number of rows that one token can have in a bucket, if the peer has that many slots."""
     static_factor: float
@@ -52,34 +51,33 @@ class Stage:
     """Traced capacity factor at most as large, or None for all of the buffer."""
     transport: str = "all_to_all"
 
-    def bucket(self, num_tokens: int) -> int:
-        """Rows of a bucket (Q)."""
+    def bucket(self, num_tokens: int, num_home: int) -> int:
+        """Rows of a bucket (Q) for `num_tokens` rows that stand for the choices of `num_home` tokens of each device."""
         return dispatch.bucket_rows(
             num_tokens,
             choices=self.choices,
             slots_per_device=self.slots_per_peer,
             capacity_factor=self.static_factor,
-            mean_rows=self.mean(num_tokens),
+            mean_rows=self.mean_rows * num_home,
         )
 
-    def plan(self, slots_TK) -> dispatch.SendPlan:
+    def plan(self, slots_TK, num_home: int) -> dispatch.SendPlan:
         """Which row goes where."""
-        num_tokens = slots_TK.shape[0]
-        limit = None if self.factor is None else jnp.maximum(1, jnp.round(self.factor * self.mean(num_tokens))).astype(jnp.int32)
+        limit = None if self.factor is None else jnp.maximum(1, jnp.round(self.factor * self.mean_rows * num_home)).astype(jnp.int32)
         return kept(
             dispatch.plan_send(
                 slots_TK,
                 num_devices=self.peers.num,
                 slots_per_device=self.slots_per_peer,
-                rows=self.bucket(num_tokens),
+                rows=self.bucket(slots_TK.shape[0], num_home),
                 limit=limit,
                 packed=self.transport == "ragged",
             )
         )
 
-    def needed(self, plan: dispatch.SendPlan, num_tokens: int):
+    def needed(self, plan: dispatch.SendPlan, num_home: int):
         """Capacity factor that would have been enough for this plan."""
-        return jnp.max(plan.asked_S).astype(jnp.float32) / self.mean(num_tokens)
+        return jnp.max(plan.asked_S).astype(jnp.float32) / (self.mean_rows * num_home)
 
 
 def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config: MoEConfig, control=None):
@@ -142,15 +140,13 @@ def _chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, f
     """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Visit."""
     stage = functools.partial(Stage, static_factor=config.capacity_factor, factor=factor)
     if config.transport != "hierarchical":
-        mean = lambda num_tokens: num_tokens * k / num_devices
-        flat = stage(Peers(num_devices), slots_per_device, mean, k, transport=config.transport)
+        flat = stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
         return functools.partial(visit, stage=flat, similar=overflow.of(config))
     inside, across = transport.node_peers(num_devices, config.node_size)
     limited = config.router.num_groups > 1
     nodes = min(across.num, config.router.groups_kept) if limited else distinct_nodes(config.num_experts, across.num, k)
-    outer = stage(across, 1, lambda num_tokens: num_tokens * nodes / across.num, min(k, across.num))
-    # a row of the first stage stands for k / nodes choices, which spread over the node's devices
-    inner = stage(inside, slots_per_device, lambda num_rows: num_rows * k / nodes / inside.num / max(config.capacity_factor, 1), k)
+    outer = stage(across, 1, nodes / across.num, min(k, across.num))
+    inner = stage(inside, slots_per_device, k / inside.num, k)  # a device takes in as many choices for others as it has
     return functools.partial(visit_by_node, outer=outer, inner=inner)
 
 
@@ -162,12 +158,12 @@ def distinct_nodes(num_experts: int, num_nodes: int, k: int) -> float:
     return num_nodes * (1 - missed)
 
 
-def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Similar | None = None) -> Visit:
-    """There and back in one exchange each way."""
-    peers, num_tokens = stage.peers, x_TD.shape[0]
-    plan = stage.plan(slots_TK)
+def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Similar | None = None, num_home: int = 0) -> Visit:
+    """There and back in one exchange each way; `num_home`: see Stage.bucket, 0: as many as there are tokens."""
+    peers, num_home = stage.peers, num_home or x_TD.shape[0]
+    plan = stage.plan(slots_TK, num_home)
     counts_Sx = kept(peers.exchange(plan.counts_Sx))
-    rows, arrived_S = stage.bucket(num_tokens), counts_Sx.sum(1, dtype=jnp.int32)
+    rows, arrived_S = stage.bucket(x_TD.shape[0], num_home), counts_Sx.sum(1, dtype=jnp.int32)
     packed_S, spread_S = jnp.cumsum(arrived_S, dtype=jnp.int32) - arrived_S, jnp.arange(peers.num, dtype=jnp.int32) * rows
     arrive_start_S = packed_S if stage.transport == "ragged" else spread_S
     traffic = Traffic(plan.start_S, plan.sent_S, arrive_start_S, arrived_S)
@@ -186,7 +182,7 @@ def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Si
     if similar is not None:
         borrowed_TD, given_T = similar.borrow(x_TD, out_RD, home_RD, plan, slots_TK, probs_TK)
         y_TD = y_TD + borrowed_TD
-    return Visit(y_TD, weight_T, given_T, jnp.sum(plan.sent_S, dtype=jnp.int32), stage.needed(plan, num_tokens))
+    return Visit(y_TD, weight_T, given_T, jnp.sum(plan.sent_S, dtype=jnp.int32), stage.needed(plan, num_home))
 
 
 def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage) -> Visit:
@@ -195,18 +191,19 @@ def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage
     The weighted sum over a node's experts is made in that node, so one row for each token and node comes home.
     """
     num_tokens, peers = x_TD.shape[0], outer.peers
-    rows, slots_per_node = outer.bucket(num_tokens), inner.peers.num * inner.slots_per_peer
+    rows, slots_per_node = outer.bucket(num_tokens, num_tokens), inner.peers.num * inner.slots_per_peer
     node_TK = jnp.where(slots_TK < 0, -1, slots_TK // slots_per_node)
     earlier_KK = jnp.tri(slots_TK.shape[1], k=-1, dtype=bool)
     repeated_TK = jnp.any((node_TK[:, :, None] == node_TK[:, None, :]) & earlier_KK, -1)
-    plan = outer.plan(jnp.where(repeated_TK, -1, node_TK))
+    plan = outer.plan(jnp.where(repeated_TK, -1, node_TK), num_tokens)
     node_W1 = jnp.arange(peers.num * rows)[:, None] // rows
     source_W1 = plan.rows.source_R[:, None]
     here_WK = (source_W1 >= 0) & (node_TK[plan.rows.source_R] == node_W1)
     slots_WK = jnp.where(here_WK, slots_TK[plan.rows.source_R] % slots_per_node, -1)
     probs_WK = jnp.where(here_WK, permute(probs_TK, plan.rows), 0)
     slots_WK = kept(peers.exchange(slots_WK))
-    inside = visit(peers.exchange(permute(x_TD, plan.rows)), slots_WK, peers.exchange(probs_WK), apply=apply, stage=inner)
+    arrived_WD, probs_WK = peers.exchange(permute(x_TD, plan.rows)), peers.exchange(probs_WK)
+    inside = visit(arrived_WD, slots_WK, probs_WK, apply=apply, stage=inner, num_home=num_tokens)
     ones_TK = jnp.ones_like(probs_TK)
     home = lambda rows_WD: unpermute(peers.exchange(rows_WD), plan.rows, ones_TK)
     needed = jnp.maximum(inside.needed, outer.needed(plan, num_tokens))

@@ -10,6 +10,7 @@ import tiny
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from moejax.config.moe import AdaptiveConfig
 from moejax.config.training import LossConfig
 from moejax.model.context import Context, Switches
 from moejax.model.feed_forward import MixtureOfExperts
@@ -23,9 +24,19 @@ MESHES = [{"fsdp": 2, "expert": 4}, *(pytest.param(sizes, marks=pytest.mark.slow
 name = lambda sizes: " x ".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
-def whole_model(**sizes):
+CHAINS = {
+    "hierarchical in chunks with roomy buffers": {"transport": "hierarchical", "node_size": 2, "overlap_chunks": 2, "capacity_factor": 8.0},
+    "roomy buffers whose capacity moves": {"capacity_factor": 8.0, "adaptive": AdaptiveConfig(highest=8.0)},
+    "similar rows that nobody needs": {"capacity_factor": 8.0, "overflow": "similar"},
+}
+"""Ways of the rows that must not change a number."""
+
+
+def whole_model(changes=None, router=None, **sizes):
+    moe = dataclasses.replace(CONFIG.moe, **changes or {}, router=dataclasses.replace(CONFIG.moe.router, **router or {}))
+    config = dataclasses.replace(CONFIG, moe=moe)
     with jax.enable_x64(True):
-        return tiny.gradients(CONFIG, LOSSES, tiny.weights(CONFIG, bias=0.1), tiny.batch(), **sizes)
+        return tiny.gradients(config, LOSSES, tiny.weights(config, bias=0.1), tiny.batch(), **sizes)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=name)
@@ -35,6 +46,34 @@ def test_every_gradient_of_a_model_is_that_of_one_device(sizes):
     assert abs(loss / want_loss - 1) < 1e-12
     assert tiny.worst(grads, want)[0] < 1e-9, tiny.worst(grads, want)
     jax.tree.map(np.testing.assert_array_equal, report.layers, want_report.layers)
+
+
+@pytest.mark.parametrize(
+    "chain", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CHAINS)], ids=lambda name: name
+)
+def test_no_way_of_the_rows_changes_a_gradient_of_a_model(chain):
+    want_loss, want, want_report = whole_model()
+    loss, grads, report = whole_model(CHAINS[chain], fsdp=2, expert=4)
+    assert abs(loss / want_loss - 1) < 1e-12
+    assert tiny.worst(grads, want)[0] < 1e-9, tiny.worst(grads, want)
+    for section, places in want_report.layers.items():
+        for place, layer in places.items():
+            got = report.layers[section][place]
+            assert all((got[name] == array).all() for name, array in layer.items())
+            assert not got["dropped"].any()
+            assert np.abs(got["weight_lost"]).max() < 1e-12  # sums over two nodes are rounded
+
+
+@pytest.mark.slow
+def test_the_soft_constraint_counts_over_all_devices():
+    router = {"overload_strength": 1.0, "overload_threshold": 1.0}
+    want_loss, want, want_report = whole_model(router=router)
+    loss, grads, report = whole_model(router=router, fsdp=2, expert=4)
+    assert abs(loss / want_loss - 1) < 1e-12 and abs(loss / whole_model()[0] - 1) > 1e-6
+    assert tiny.worst(grads, want)[0] < 1e-9, tiny.worst(grads, want)
+    layers, want_layers = jax.tree.leaves(report.layers), jax.tree.leaves(want_report.layers)
+    for ours, theirs in zip(layers, want_layers, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
 @functools.cache
