@@ -120,9 +120,10 @@ class CopiesConfig:
     per_device: int = 1
     """Copies that a device has room for. Their weights are fetched in every step."""
     move: bool = False
-    """Experts may also change their home; weights and moments move."""
+    """Experts may also change their home, with moe.node_size so that those often chosen together sit in one node; weights and moments move."""
     gain: float = 0.05
-    """A decision is carried out if the largest load of a device falls by more than this share of the mean."""
+    """A decision is carried out if the largest load of a device falls by more than this share of the mean, or as large a share of the pairs
+    of experts that one token chose comes together in a node."""
 
     def __post_init__(self):
         require_ranges("moe.copies", self, every=">= 0 (0: no copies)", per_device=">= 0", gain=">= 0")

@@ -12,7 +12,7 @@ from moejax.model.context import Context
 from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
 from moejax.moe.expert_parallel import expert_parallel
-from moejax.moe.layer_routing import choose_layer, weigh_layer
+from moejax.moe.layer_routing import choose_layer, count_together, weigh_layer
 from moejax.moe.statistics import routing_statistics
 from moejax.moe.topology import Topology, contiguous_homes
 from moejax.parallel.axes import spec
@@ -123,6 +123,8 @@ class MixtureOfExperts(nnx.Module):
         statistics = routing_statistics(
             routing, bias_E, segments, kind=switches.balance, z=switches.router_z, histogram=switches.histogram, global_load_E=whole_load_E
         )
+        if moe.copies.move and moe.node_size and switches.training:
+            statistics["together_EE"] = count_together(routing.ids_BLK, moe.num_experts)
         return y_BLZ + self._shared(x_BLD), {"load_E": load_E} | chain | far | soft | statistics
 
     def _apply_experts(self, weights, x_WD, sizes_x):

@@ -22,6 +22,7 @@ LAYER_REPORTS = (
     "scaled_rows",
     "removed_weight",
     "distance_rows_3",
+    "together_EE",
     "margins_EN",
     "finite_2",
 )

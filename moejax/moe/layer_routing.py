@@ -73,6 +73,16 @@ def weigh_layer(choice: Choice, load_E, *, config: RouterConfig, constrain: bool
     }
 
 
+def count_together(ids_BLK, num_experts: int):
+    """How many tokens chose both of two experts, float32 [E, E] over all devices; rows split over the token axes."""
+
+    def on_own_rows(ids_BLK):
+        chosen_TE = jax.nn.one_hot(ids_BLK.reshape(-1, ids_BLK.shape[-1]), num_experts, dtype=jnp.float32).sum(1)
+        return jnp.matmul(chosen_TE.T, chosen_TE)[None]
+
+    return per_rows(on_own_rows, ids_BLK).sum(0)
+
+
 def count_rows(ids_BLK, num_experts: int):
     """Rows per expert, int32 [E]; an id of -1 counts nowhere."""
     ids_R = jnp.where(ids_BLK < 0, num_experts, ids_BLK).reshape(-1)

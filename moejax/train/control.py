@@ -7,6 +7,7 @@ placements are decided on the host now and then, and enter the step as arrays. N
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from moejax.config.model import ModelConfig
 from moejax.config.moe import AdaptiveConfig
 from moejax.config.run import layer_plan
 from moejax.moe import copies, placement, topology
+
+COUNTS = ("load_E", "together_EE")
+"""What is summed up between two decisions."""
 
 
 def sparse_places(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
@@ -38,6 +42,8 @@ def init_control(config: ModelConfig, num_devices: int) -> dict:
     if moe.copies.every:
         home = placement.identity(moe.num_experts, num_devices, moe.copies.per_device)
         fresh |= {"tables": copies.tables(home), "load_E": np.zeros(moe.num_experts, np.float32)}
+        if moe.copies.move and moe.node_size:
+            fresh["together_EE"] = np.zeros((moe.num_experts, moe.num_experts), np.float32)
     if not fresh:
         return {}
     stack = lambda stacked: jax.tree.map(lambda leaf: np.stack([leaf] * stacked) if stacked else np.asarray(leaf), fresh)
@@ -75,8 +81,8 @@ def update(config: ModelConfig, control: dict, layers: dict, *, num_microbatches
             rows = jnp.maximum(report["load_E"].sum(-1), 1)
             needed = report["needed_capacity"] / num_microbatches
             state["capacity"] = next_capacity(state["capacity"], report["dropped"] / rows, needed, config.moe.adaptive)
-        if "load_E" in state:
-            state["load_E"] = state["load_E"] + report["load_E"]
+        counts = [name for name in COUNTS if name in state]
+        state |= {name: state[name] + report[name] for name in counts}
         return state
 
     return {section: {place: of(state, layers[section][place]) for place, state in places.items()} for section, places in control.items()}
@@ -118,47 +124,62 @@ def decide(config: ModelConfig, control: dict, *, num_devices: int) -> tuple[dic
       the control with them, and loads from 0 again; for layers whose experts move, the slots [E] or [n, E] where the weights of each slot
       lie now, by section and place; and the largest load of a device over the mean, expected before and after.
     """
-    new, sources, before, after = {}, {}, [], []
-    nodes = num_devices // config.moe.node_size if config.moe.node_size else 1
+    new, sources, loads = {}, {}, []
     for section, places in control.items():
         new[section] = {}
         for place, state in places.items():
-            load_E = np.asarray(state["load_E"])
-            stacked = load_E.ndim == 2
-            layers = (
-                [jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], state["tables"]) for i in range(len(load_E))]
-                if stacked
-                else [state["tables"]]
-            )
-            chosen, moved = [], []
-            for tables, loads in zip(layers, load_E if stacked else [load_E], strict=True):
-                old = copies.plan_of(tables)
-                plan = _next_plan(config, old, loads, num_devices=num_devices, num_nodes=nodes)
-                ratio = lambda plan, loads=loads: placement.max_over_mean(
-                    placement.device_load_S(loads[plan.expert_at_E], plan.copy_SC, plan.share_SC, num_devices)
-                )
-                before.append(ratio(old))
-                after.append(ratio(plan))
-                chosen.append(copies.tables(plan))
-                moved.append(np.argsort(old.expert_at_E)[plan.expert_at_E].astype(np.int32))
+            stacked = np.ndim(state["load_E"]) == 2
+            states = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(len(state["load_E"]))] if stacked else [state]
+            old = [copies.plan_of(each["tables"]) for each in states]
+            plans = [_next_plan(config, plan, each, num_devices=num_devices) for plan, each in zip(old, states, strict=True)]
+            loads += [
+                [_max_load(each, state["load_E"]) for each in pair]
+                for pair, state in zip(zip(old, plans, strict=True), states, strict=True)
+            ]
+            moved = [_sources(*pair) for pair in zip(old, plans, strict=True)]
             join = (lambda parts: jax.tree.map(lambda *leaves: np.stack(leaves), *parts)) if stacked else (lambda parts: parts[0])
-            new[section][place] = state | {"tables": join(chosen), "load_E": np.zeros_like(load_E)}
-            if any((source != np.arange(source.size)).any() for source in moved):
+            cleared = {name: np.zeros_like(state[name]) for name in COUNTS if name in state}
+            new[section][place] = state | {"tables": join([copies.tables(plan) for plan in plans])} | cleared
+            if any((source_E != np.arange(source_E.size)).any() for source_E in moved):
                 sources.setdefault(section, {})[place] = join(moved)
-    return new, sources, {"device_load_before": max(before, default=1.0), "device_load_after": max(after, default=1.0)}
+    before, after = np.max(loads, 0) if loads else (1.0, 1.0)
+    return new, sources, {"device_load_before": float(before), "device_load_after": float(after)}
 
 
-def _next_plan(config: ModelConfig, old: placement.Plan, load_E, *, num_devices: int, num_nodes: int) -> placement.Plan:
-    settings = config.moe.copies
-    if settings.move:
-        return placement.plan(
-            load_E, num_devices=num_devices, copies_per_device=settings.per_device, num_nodes=num_nodes, keep=old, gain=settings.gain
-        )
-    load_E = load_E[old.expert_at_E]
-    copy_SC, share_SC = placement.copies(load_E, num_devices=num_devices, copies_per_device=settings.per_device)
-    new = dataclasses.replace(old, copy_SC=copy_SC, share_SC=share_SC)
-    ratio = lambda plan: placement.max_over_mean(placement.device_load_S(load_E, plan.copy_SC, plan.share_SC, num_devices))
-    return new if ratio(new) < ratio(old) - settings.gain else old
+def _sources(old: placement.Plan, new: placement.Plan):
+    """int32 [E], the slot where the weights of each slot of `new` lie under `old`."""
+    return np.argsort(old.expert_at_E)[new.expert_at_E].astype(np.int32)
+
+
+def _max_load(plan: placement.Plan, load_E) -> float:
+    """Largest load of a device over the mean."""
+    load_S = placement.device_load_S(np.asarray(load_E)[plan.expert_at_E], plan.copy_SC, plan.share_SC, len(plan.copy_SC))
+    return placement.max_over_mean(load_S)
+
+
+def _apart(plan: placement.Plan, together_EE, num_nodes: int) -> float:
+    """Share of the pairs of experts chosen by one token that no node holds together."""
+    node_E = np.empty(plan.expert_at_E.size, int)
+    node_E[plan.expert_at_E] = np.arange(node_E.size) // (node_E.size // num_nodes)
+    pairs_EE = np.asarray(together_EE) * ~np.eye(node_E.size, dtype=bool)
+    return float(pairs_EE[node_E[:, None] != node_E].sum() / max(pairs_EE.sum(), 1))
+
+
+def _next_plan(config: ModelConfig, old: placement.Plan, state: dict, *, num_devices: int) -> placement.Plan:
+    """The placement that loads ask for, or the old one if it brings too little."""
+    settings, load_E, together_EE = config.moe.copies, np.asarray(state["load_E"]), state.get("together_EE")
+    options: dict[str, Any] = {"num_devices": num_devices, "copies_per_device": settings.per_device}
+    if not settings.move:
+        copy_SC, share_SC = placement.copies(load_E[old.expert_at_E], **options)
+        new = dataclasses.replace(old, copy_SC=copy_SC, share_SC=share_SC)
+        return new if _max_load(new, load_E) < _max_load(old, load_E) - settings.gain else old
+    if together_EE is None:
+        return placement.plan(load_E, num_nodes=1, keep=old, gain=settings.gain, **options)
+    nodes = num_devices // config.moe.node_size
+    new = placement.plan(load_E, num_nodes=nodes, together_EE=np.asarray(together_EE), **options)
+    rises = _max_load(new, load_E) - _max_load(old, load_E)
+    closer = _apart(old, together_EE, nodes) - _apart(new, together_EE, nodes)
+    return new if -rises > settings.gain or (closer > settings.gain and rises <= settings.gain) else old
 
 
 def move_experts(tree, sources: dict):

@@ -58,7 +58,7 @@ def test_training_with_copies_and_other_homes_is_training_without(move, accumula
     with jax.enable_x64(True):
         plain = tiny.trainer(model(), optim=MOMENTUM, fsdp=2, expert=4, accumulation=accumulation)
         want, want_told = plain.run(batches(5))
-        config = model(copies=settings)
+        config = model(copies=settings, node_size=2 if move else 0)
         trainer = tiny.trainer(config, optim=MOMENTUM, fsdp=2, expert=4, accumulation=accumulation)
         state, told, moved, used = trainer.state, [], 0, 0
         for first in (0, 2, 4):
@@ -75,6 +75,20 @@ def test_training_with_copies_and_other_homes_is_training_without(move, accumula
             assert ours.scalars["expert_load_max_over_mean"] == theirs.scalars["expert_load_max_over_mean"]
         error, path = tiny.worst(at_home(state.params, jax.device_get(state.control)), jax.device_get(want.params))
         assert error < 1e-9, path
+
+
+def test_experts_that_are_chosen_together_come_to_one_node():
+    """Two groups of four experts, even and odd, over two nodes of two devices: every pair is apart before, none after."""
+    config = model(copies=dataclasses.replace(COPIES, move=True, per_device=0), node_size=2)
+    control = controls.init_control(config, 4)
+    same_EE = np.float32(np.arange(8)[:, None] % 2 == np.arange(8) % 2) * 10
+    control["unit"]["0"] |= {"load_E": np.full((2, 8), 40, np.float32), "together_EE": np.stack([same_EE] * 2)}
+    new, sources, _ = controls.decide(config, control, num_devices=4)
+    for layer in range(2):
+        plan = copies.plan_of(jax.tree.map(lambda leaf, layer=layer: leaf[layer], new["unit"]["0"]["tables"]))
+        assert [set(node % 2) for node in np.split(plan.expert_at_E, 2)] in ([{0}, {1}], [{1}, {0}])
+        np.testing.assert_array_equal(sources["unit"]["0"][layer], plan.expert_at_E)
+    assert not new["unit"]["0"]["together_EE"].any() and not new["unit"]["0"]["load_E"].any()
 
 
 def test_a_placement_can_be_read_back_from_its_tables():

@@ -122,6 +122,33 @@ def test_every_transport_on_every_mesh_equals_the_definition(config, sizes):
         assert report["dropped"] == 0
 
 
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, axis_index_groups=None):
+    """What jax.lax.ragged_all_to_all documents, for devices that have none: everyone sees everything and takes what is its own."""
+    assert axis_index_groups is None
+    gather = lambda array: jax.lax.all_gather(array, axis_name)
+    me, row_W = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    operand_S, begin_SS, size_SS, target_SS = map(gather, (operand, input_offsets, send_sizes, output_offsets))
+    for sender in range(operand_S.shape[0]):
+        offset_W = row_W - target_SS[sender, me]
+        mine_W = (offset_W >= 0) & (offset_W < size_SS[sender, me])
+        rows_WD = operand_S[sender, jnp.clip(begin_SS[sender, me] + offset_W, 0, operand.shape[0] - 1)]
+        output = jnp.where(mine_W[:, None], rows_WD, output)
+    return output
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_ragged_sends_the_rows_that_are_there_and_nothing_else(factor, monkeypatch):
+    """Offsets and sizes by the operation's definition; XLA's CPU backend has none, a GPU has."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    config = dataclasses.replace(CONFIG, transport="ragged", capacity_factor=factor)
+    with jax.enable_x64():
+        inputs = arrays("float64")
+        *got, report = run(config, inputs, fsdp=2, expert=4)
+        *want, want_report = run(dataclasses.replace(config, transport="all_to_all"), inputs, fsdp=2, expert=4)
+        check(got, want, TOLERANCE["float64"])
+        assert report["dropped"] == want_report["dropped"] and (report["dropped"] > 0) == (factor > 0)
+
+
 @pytest.mark.parametrize("transport", ["all_to_all", "hierarchical"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_float32_and_awkward_choices_equal_the_definition(transport, choice):
