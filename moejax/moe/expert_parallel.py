@@ -112,7 +112,7 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
             weights = {name: copies.with_copies(array, control["tables"]) for name, array in weights.items()}
         run = functools.partial(apply_experts, weights)
         slots_per_device = next(iter(weights.values())).shape[0]
-        visit = _chain(config, slots_per_device, num_devices, ids_TK.shape[1], control.get("capacity_factor"))
+        visit = chain(config, slots_per_device, num_devices, ids_TK.shape[1], control.get("capacity_factor"))
         cut = lambda array: jnp.split(array, config.overlap_chunks)
         parts = [visit(*chunk, apply=run) for chunk in zip(cut(x_TD), cut(slots_TK), cut(probs_TK), strict=True)]
         y_TD, weight_T, given_T = (jnp.concatenate([part[i] for part in parts]) for i in range(3))
@@ -136,15 +136,15 @@ def _slots(ids_TK, tables: copies.Tables | None, *, num_experts: int):
     return kept(copies.slots_of(ids_TK, rank_R.reshape(ids_TK.shape), tables, device=jax.lax.axis_index(TOKENS)))
 
 
-def _chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor):
+def chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor):
     """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Visit."""
     stage = functools.partial(Stage, static_factor=config.capacity_factor, factor=factor)
     if config.transport != "hierarchical":
         flat = stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
         return functools.partial(visit, stage=flat, similar=overflow.of(config))
     inside, across = transport.node_peers(num_devices, config.node_size)
-    limited = config.router.num_groups > 1
-    nodes = min(across.num, config.router.groups_kept) if limited else distinct_nodes(config.num_experts, across.num, k)
+    limited = config.router.num_groups == across.num and not config.copies.move  # groups of experts are nodes
+    nodes = config.router.groups_kept if limited else distinct_nodes(config.num_experts, across.num, k)
     outer = stage(across, 1, nodes / across.num, min(k, across.num))
     inner = stage(inside, slots_per_device, k / inside.num, k)  # a device takes in as many choices for others as it has
     return functools.partial(visit_by_node, outer=outer, inner=inner)

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from moejax_kernels import group_ranks, grouped_mlp
 
-from moejax.config.moe import MoEConfig
+from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.moe import copies, placement
+from moejax.moe import expert_parallel as expert_parallel_
 from moejax.moe.expert_parallel import expert_parallel
 from moejax.parallel.axes import ROWS
 from moejax.parallel.axes import spec as spec_of
@@ -239,6 +240,17 @@ def test_every_row_and_every_weight_is_accounted_for_under_a_capacity(transport)
     missing = total_BL[got_BL == 0].sum()
     assert 0 < report["dropped"] < (ids >= 0).sum() and 0 < report["weight_given"] < report["weight_lost"]
     np.testing.assert_allclose(report["weight_lost"] - report["weight_given"], missing, rtol=1e-5)
+
+
+def test_buckets_of_the_first_stage_follow_the_nodes_that_a_token_visits():
+    """costs.md's D(G) for 896 experts, top-16: 7.07 of 8 nodes; node-limited routing visits those it may."""
+    assert round(expert_parallel_.distinct_nodes(896, 8, 16), 2) == 7.07 and round(expert_parallel_.distinct_nodes(896, 16, 16), 2) == 10.35
+    config = MoEConfig(num_experts=896, experts_per_token=16, transport="hierarchical", node_size=8, capacity_factor=1.0)
+    limited = dataclasses.replace(config, router=RouterConfig(num_groups=8, groups_kept=4, group_top=4))
+    stages = lambda config: expert_parallel_.chain(config, 14, 64, 16, None).keywords
+    assert stages(config)["outer"].bucket(8192, 8192) == round(8192 * expert_parallel_.distinct_nodes(896, 8, 16) / 8)
+    assert stages(limited)["outer"].bucket(8192, 8192) == 8192 * 4 // 8
+    assert stages(config)["inner"].bucket(8192, 8192) == 8192 * 16 // 8
 
 
 def similar_by_hand(inputs, config: MoEConfig, num_devices: int):
