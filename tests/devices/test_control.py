@@ -138,3 +138,18 @@ def test_layers_that_drop_get_room_and_the_metrics_show_it():
     assert factors[0] == 1.0 and factors == sorted(factors) and factors[-1] > 1
     assert dropped[0] > 0 and dropped[-1] < dropped[0]
     assert all(0 <= out.scalars["dropped_weight_given"] <= out.scalars["dropped_weight"] for out in told)
+
+
+def test_the_topology_bias_keeps_rows_at_home_until_it_has_faded():
+    """Two nodes of two devices; at step 2 of 2 the choice is the one without a bias."""
+    near = tiny.model("gqa", moe=tiny.moe(node_size=2, topology_near=0.2, topology_far=0.4, topology_anneal_steps=2))
+    plain = tiny.model("gqa", moe=tiny.moe(node_size=2))
+    still = dataclasses.replace(tiny.SGD, learning_rate=1e-12)  # the weights stay what they were
+    told = {
+        name: tiny.trainer(config, optim=still, expert=4).run([tiny.batch()] * 3)[1] for name, config in (("near", near), ("plain", plain))
+    }
+    rows = {name: [out.scalars["rows_across_nodes"] for out in steps] for name, steps in told.items()}
+    assert rows["near"][0] < rows["near"][1] < rows["near"][2] == rows["plain"][2]
+    kinds = ("rows_on_device", "rows_in_node", "rows_across_nodes")
+    num_rows = (tiny.batch().segments.ids_BL >= 0).sum() * near.moe.experts_per_token
+    assert all(sum(out.scalars[kind] for kind in kinds) == num_rows for steps in told.values() for out in steps)

@@ -189,9 +189,9 @@ def test_copies_and_other_homes_change_no_value_and_no_gradient(move, transport)
 
 
 def test_copies_even_out_what_devices_compute():
-    """896 experts of lognormal popularity on 64 devices, 256 tokens on each: rows counted after the slots were chosen."""
-    rng = np.random.default_rng(0)
-    num_experts, num_devices, tokens, chosen = 896, 64, 256, 16
+    """896 experts of lognormal popularity on 64 devices, 2,048 tokens on each: rows counted after the slots were chosen."""
+    rng = np.random.default_rng(1)
+    num_experts, num_devices, tokens, chosen = 896, 64, 2048, 16
     popularity_E = rng.lognormal(0, 1, num_experts)
     draw = lambda: rng.choice(num_experts, (num_devices, tokens, chosen), p=popularity_E / popularity_E.sum()).astype(np.int32)
     plan = placement.plan(np.bincount(draw().reshape(-1), minlength=num_experts), num_devices=num_devices, copies_per_device=1, num_nodes=1)
@@ -206,8 +206,8 @@ def test_copies_even_out_what_devices_compute():
     load_S = np.sum([rows(ids_TK, device) for device, ids_TK in enumerate(ids_STK)], 0)
     before_S = np.bincount(ids_STK.reshape(-1) // (num_experts // num_devices), minlength=num_devices)
     assert before_S.max() / before_S.mean() > 2.0
-    # planned on one draw of 262,144 rows and measured on another: 4,096 rows a device, whose own noise is 1.6 % of the mean each
-    assert load_S.sum() == ids_STK.size and load_S.max() / load_S.mean() < 1.08
+    # planned on one draw of 2,097,152 rows and measured on another: 32,768 rows a device, whose own noise is 0.6 % of the mean
+    assert load_S.sum() == ids_STK.size and load_S.max() / load_S.mean() < 1.05
 
 
 def test_a_traced_capacity_below_the_buffer_drops_as_a_buffer_of_that_size():
