@@ -82,9 +82,11 @@ def options_for(device: jax.Device, table: tuple[Flag, ...] = TABLE) -> Options:
 
 def _refusal(device: jax.Device, flag: Flag) -> str | None:
     """Why the compiler does not take a flag; None if it does."""
-    place = NamedSharding(Mesh(np.array([device]), ("one",)), P())
+    mesh = Mesh(np.array([device]), ("one",))
+    like = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     try:
-        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.float32, sharding=place)).compile({flag.name: flag.value})
+        with jax.set_mesh(mesh):
+            jax.jit(lambda x: x + 1).lower(like).compile({flag.name: flag.value})
     except jax.errors.JaxRuntimeError as error:
         if "INVALID_ARGUMENT" not in str(error):
             raise
