@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from moejax_kernels import gated_activation, grouped_mlp
 
@@ -13,11 +12,14 @@ from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
 from moejax.moe.expert_parallel import expert_parallel
 from moejax.moe.layer_routing import choose_layer, count_together, weigh_layer
+from moejax.moe.overlap import Beside
 from moejax.moe.statistics import routing_statistics
 from moejax.moe.topology import Topology, contiguous_homes
 from moejax.parallel.axes import spec
+from moejax.parallel.islands import per_rows
 from moejax.parallel.projection import float_inside, project
 
+DENSE_AXES = {"gate_DF": ("embed", "mlp"), "up_DF": ("embed", "mlp"), "down_FD": ("mlp", "embed")}
 EXPERT_AXES = {"gate_EDF": ("expert", "embed", "mlp"), "up_EDF": ("expert", "embed", "mlp"), "down_EFD": ("expert", "mlp", "embed")}
 
 
@@ -32,17 +34,34 @@ class Dense(nnx.Module):
     def __init__(self, config: ModelConfig, hidden: int, *, rngs: nnx.Rngs):
         self.activation = config.activation
         make, width = Maker(config, rngs), config.width
-        self.gate_DF = make.linear(("embed", "mlp"), width, hidden, fan_in=width)
-        self.up_DF = make.linear(("embed", "mlp"), width, hidden, fan_in=width)
-        self.down_FD = make.linear(("mlp", "embed"), hidden, width, fan_in=hidden)
+        self.gate_DF = make.linear(DENSE_AXES["gate_DF"], width, hidden, fan_in=width)
+        self.up_DF = make.linear(DENSE_AXES["up_DF"], width, hidden, fan_in=width)
+        self.down_FD = make.linear(DENSE_AXES["down_FD"], hidden, width, fan_in=hidden)
 
     def __call__(self, x_BLD, context: Context | None = None):
-        gate_BLF = project("bld,df->blf", x_BLD, self.gate_DF[...])
-        up_BLF = project("bld,df->blf", x_BLD, self.up_DF[...])
-        # the activation's result is cheaper to redo than to store
+        weights = {name: getattr(self, name)[...] for name in DENSE_AXES}
+        return self._leave({}, weights, self._enter({}, weights, x_BLD)), {}
+
+    def beside(self, x_BLD) -> Beside:
+        """The same, to be computed beside the exchanges of `expert_parallel`."""
+        placed = {name: spec(axes) for name, axes in DENSE_AXES.items()}
+        params = {name: (getattr(self, name)[...], placed[name]) for name in DENSE_AXES}
+        return Beside(x_BLD, params, functools.partial(self._enter, placed), functools.partial(self._leave, placed))
+
+    def _enter(self, placed, weights, x_BLD):
+        """Gate and up; `placed` as in `project`, by name."""
+        return tuple(project("bld,df->blf", x_BLD, weights[name], placed=placed.get(name)) for name in ("gate_DF", "up_DF"))
+
+    def _leave(self, placed, weights, gate_up):
+        """From gate and up to the output."""
         activate = functools.partial(gated_activation, **activation_options(self.activation))
-        down = jax.checkpoint(lambda gate_BLF, up_BLF, w_FD: project("blf,fd->bld", activate(gate_BLF, up_BLF), w_FD))
-        return down(gate_BLF, up_BLF, self.down_FD[...]), {}
+
+        @jax.checkpoint  # the activation's result is cheaper to redo than to store
+        def down(gate_BLF, up_BLF, w_FD):
+            h_BLF = per_rows(activate, gate_BLF, up_BLF)  # XLA cannot split a GPU kernel: it would gather the rows of all devices
+            return project("blf,fd->bld", h_BLF, w_FD, placed=placed.get("down_FD"))
+
+        return down(*gate_up, weights["down_FD"])
 
 
 class Experts(nnx.Module):
@@ -108,7 +127,7 @@ class MixtureOfExperts(nnx.Module):
         whole_load_E = control.get("global_load_E", load_E)
         routing, soft = weigh_layer(choice, load_E, config=moe.router, constrain=switches.training, whole_load_E=whole_load_E)
         z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
-        y_BLZ, chain = expert_parallel(
+        y_BLZ, shared_BLD, chain = expert_parallel(
             z_BLZ,
             routing.ids_BLK,
             routing.probs_BLK,
@@ -116,6 +135,7 @@ class MixtureOfExperts(nnx.Module):
             apply_experts=self._apply_experts,
             config=moe,
             control=control,
+            beside=self.shared.beside(x_BLD) if moe.shared_hidden else None,
         )
         if moe.latent_width:
             y_BLZ = self.latent_norm(y_BLZ) if moe.latent_norm else y_BLZ
@@ -125,7 +145,7 @@ class MixtureOfExperts(nnx.Module):
         )
         if moe.copies.move and moe.node_size and switches.training:
             statistics["together_EE"] = count_together(routing.ids_BLK, moe.num_experts)
-        return y_BLZ + self._shared(x_BLD), {"load_E": load_E} | chain | far | soft | statistics
+        return y_BLZ + self._gated(shared_BLD, x_BLD) if moe.shared_hidden else y_BLZ, {"load_E": load_E} | chain | far | soft | statistics
 
     def _apply_experts(self, weights, x_WD, sizes_x):
         options = activation_options(self.activation)
@@ -141,11 +161,8 @@ class MixtureOfExperts(nnx.Module):
             homes_E = control["tables"].position_E // (moe.num_experts // num_devices)
         return Topology(devices_per_node=moe.node_size, home_device_E=homes_E, factor=control.get("topology_factor"))
 
-    def _shared(self, x_BLD):
-        if not self.config.shared_hidden:
-            return jnp.zeros_like(x_BLD)
-        y_BLD, _ = self.shared(x_BLD)
-        if self.config.shared_gate:
-            gate_BL1 = jax.nn.sigmoid(float_inside(project("bld,do->blo", x_BLD, self.shared_gate_D1[...])))
-            y_BLD = (float_inside(y_BLD) * gate_BL1).astype(y_BLD.dtype)
-        return y_BLD
+    def _gated(self, shared_BLD, x_BLD):
+        if not self.config.shared_gate:
+            return shared_BLD
+        gate_BL1 = jax.nn.sigmoid(float_inside(project("bld,do->blo", x_BLD, self.shared_gate_D1[...])))
+        return (float_inside(shared_BLD) * gate_BL1).astype(shared_BLD.dtype)

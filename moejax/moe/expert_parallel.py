@@ -12,6 +12,7 @@ from moejax_kernels import group_ranks, permute, unpermute
 
 from moejax.config.moe import MoEConfig
 from moejax.moe import copies, dispatch, overflow, transport
+from moejax.moe.overlap import Beside, Trip, travel
 from moejax.moe.transport import Peers, Traffic
 from moejax.parallel.axes import ROWS, TOKENS
 
@@ -80,41 +81,45 @@ class Stage:
         return jnp.max(plan.asked_S).astype(jnp.float32) / (self.mean_rows * num_home)
 
 
-def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config: MoEConfig, control=None):
+def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config: MoEConfig, control=None, beside: Beside | None = None):
     """Sends rows to their experts, applies them, and sums the weighted results at home.
 
     Args:
       x_BLD: rows split over the token axes.
       ids_BLK: chosen experts, -1 for none.
       probs_BLK: weights.
-      params: tree of weights [E, ., .]: experts split over `expert`, the dim named by `embed` over `fsdp`.
+      params: name -> weight [E, ., .] and its spec: experts split over `expert`, the dim named by `embed` over `fsdp`.
       apply_experts: (params of this device's slots, rows grouped by slot, group sizes) -> rows.
       control: what changes between steps without compiling anew: `capacity_factor`, a float, of which config.capacity_factor bounds the
         effect, and `tables` of a placement (`copies.Tables`); either may be missing.
+      beside: what is computed meanwhile.
 
     Returns:
-      y_BLD, and a report over all devices: `dropped` int32, rows that found no place; with a capacity `weight_lost` and `weight_given`
-      (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped.
+      y_BLD; what `beside` made, or None; and a report over all devices: `dropped` int32, rows that found no place; with a capacity
+      `weight_lost` and `weight_given` (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped.
     """
     control = control or {}
     mesh = jax.sharding.get_abstract_mesh()
     num_devices = mesh.shape["expert"]
-    arrays, specs = zip(*params.values(), strict=True)
-    names = tuple(params)
+    beside = beside or Beside(None, {}, lambda weights, x_BLD: x_BLD, lambda weights, rows: rows)
+    (arrays, specs), (other_arrays, other_specs) = (_parted(group) for group in (params, beside.params))
+    in_specs = (ROWS, ROWS, ROWS, specs, P(), ROWS, other_specs)
 
-    @functools.partial(jax.shard_map, in_specs=(ROWS, ROWS, ROWS, specs, P()), out_specs=(ROWS, P()), check_vma=False)
-    def on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control):
+    @functools.partial(jax.shard_map, in_specs=in_specs, out_specs=(ROWS, ROWS, P()), check_vma=False)
+    def on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control, other_BLD, other_arrays):
         x_TD, ids_TK, probs_TK = (array.reshape(-1, array.shape[-1]) for array in (x_BLD, ids_BLK, probs_BLK))
         slots_TK = _slots(ids_TK, control.get("tables"), num_experts=config.num_experts)
         probs_TK = jnp.where(slots_TK < 0, 0, probs_TK)
-        weights = {name: gather_shards(array, spec) for name, array, spec in zip(names, arrays, specs, strict=True)}
+        weights = {name: gather_shards(array, specs[name]) for name, array in arrays.items()}
         if "tables" in control:
             weights = {name: copies.with_copies(array, control["tables"]) for name, array in weights.items()}
         run = functools.partial(apply_experts, weights)
         slots_per_device = next(iter(weights.values())).shape[0]
         visit = chain(config, slots_per_device, num_devices, ids_TK.shape[1], control.get("capacity_factor"))
         cut = lambda array: jnp.split(array, config.overlap_chunks)
-        parts = [visit(*chunk, apply=run) for chunk in zip(cut(x_TD), cut(slots_TK), cut(probs_TK), strict=True)]
+        trips = [visit(*chunk, apply=run) for chunk in zip(cut(x_TD), cut(slots_TK), cut(probs_TK), strict=True)]
+        enter, leave = (functools.partial(step, other_arrays) for step in (beside.enter, beside.leave))
+        parts, other_BLD = travel(trips, other_BLD, enter, leave)
         y_TD, weight_T, given_T = (jnp.concatenate([part[i] for part in parts]) for i in range(3))
         dropped = jnp.sum(ids_TK >= 0, dtype=jnp.int32) - sum(part.rows for part in parts)
         report = jax.lax.psum({"dropped": dropped}, TOKENS)
@@ -123,9 +128,14 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
             report |= jax.lax.psum(moved, TOKENS)
             needed = jnp.max(jnp.stack([part.needed for part in parts]))
             report["needed_capacity"] = jax.lax.stop_gradient(jax.lax.pmax(needed, TOKENS))
-        return y_TD.reshape(x_BLD.shape), report
+        return y_TD.reshape(x_BLD.shape), other_BLD, report
 
-    return on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control)
+    return on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control, beside.x_BLD, other_arrays)
+
+
+def _parted(params: dict) -> tuple[dict, dict]:
+    """Arrays and specs."""
+    return {name: array for name, (array, _) in params.items()}, {name: spec for name, (_, spec) in params.items()}
 
 
 def _slots(ids_TK, tables: copies.Tables | None, *, num_experts: int):
@@ -137,7 +147,7 @@ def _slots(ids_TK, tables: copies.Tables | None, *, num_experts: int):
 
 
 def chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor):
-    """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Visit."""
+    """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Trip of a Visit."""
     stage = functools.partial(Stage, static_factor=config.capacity_factor, factor=factor)
     if config.transport != "hierarchical":
         flat = stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
@@ -158,7 +168,7 @@ def distinct_nodes(num_experts: int, num_nodes: int, k: int) -> float:
     return num_nodes * (1 - missed)
 
 
-def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Similar | None = None, num_home: int = 0) -> Visit:
+def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Similar | None = None, num_home: int = 0) -> Trip:
     """There and back in one exchange each way; `num_home`: see Stage.bucket, 0: as many as there are tokens."""
     peers, num_home = stage.peers, num_home or x_TD.shape[0]
     plan = stage.plan(slots_TK, num_home)
@@ -169,23 +179,27 @@ def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Si
     traffic = Traffic(plan.start_S, plan.sent_S, arrive_start_S, arrived_S)
     send = functools.partial(transport.FLAT[stage.transport], peers=peers)
     out_RD = permute(x_TD, plan.rows)
-    arrived_WD = send(out_RD, traffic)
-    if peers.num == 1:  # one sender's rows come grouped
-        home_RD = apply(arrived_WD, counts_Sx[0])
-    else:
+
+    def work(arrived_WD):
+        if peers.num == 1:  # one sender's rows come grouped
+            return apply(arrived_WD, counts_Sx[0])
         grouping, sizes_x = kept(dispatch.plan_receive(counts_Sx, arrive_start_S, num_rows=peers.num * rows))
-        done_WD = apply(permute(arrived_WD, grouping), sizes_x)
-        home_RD = send(permute(done_WD, dispatch.inverse(grouping)), traffic.reversed())
-    y_TD = unpermute(home_RD, plan.rows, probs_TK)
-    weight_T = jnp.sum(jnp.where(plan.rows.slot_TK >= 0, probs_TK, 0), -1)
-    given_T = jnp.zeros_like(weight_T)
-    if similar is not None:
-        borrowed_TD, given_T = similar.borrow(x_TD, out_RD, home_RD, plan, slots_TK, probs_TK)
-        y_TD = y_TD + borrowed_TD
-    return Visit(y_TD, weight_T, given_T, jnp.sum(plan.sent_S, dtype=jnp.int32), stage.needed(plan, num_home))
+        return permute(apply(permute(arrived_WD, grouping), sizes_x), dispatch.inverse(grouping))
+
+    def finish(home_RD):
+        y_TD = unpermute(home_RD, plan.rows, probs_TK)
+        weight_T = jnp.sum(jnp.where(plan.rows.slot_TK >= 0, probs_TK, 0), -1)
+        given_T = jnp.zeros_like(weight_T)
+        if similar is not None:
+            borrowed_TD, given_T = similar.borrow(x_TD, out_RD, home_RD, plan, slots_TK, probs_TK)
+            y_TD = y_TD + borrowed_TD
+        return Visit(y_TD, weight_T, given_T, jnp.sum(plan.sent_S, dtype=jnp.int32), stage.needed(plan, num_home))
+
+    back = lambda done_WD: done_WD if peers.num == 1 else send(done_WD, traffic.reversed())
+    return Trip(out_RD, lambda out_RD: send(out_RD, traffic), work, back, finish)
 
 
-def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage) -> Visit:
+def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage) -> Trip:
     """First to the node, where the device with the same place takes a token in once for all of its experts there; then inside the node.
 
     The weighted sum over a node's experts is made in that node, so one row for each token and node comes home.
@@ -202,13 +216,19 @@ def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage
     slots_WK = jnp.where(here_WK, slots_TK[plan.rows.source_R] % slots_per_node, -1)
     probs_WK = jnp.where(here_WK, permute(probs_TK, plan.rows), 0)
     slots_WK = kept(peers.exchange(slots_WK))
-    arrived_WD, probs_WK = peers.exchange(permute(x_TD, plan.rows)), peers.exchange(probs_WK)
-    inside = visit(arrived_WD, slots_WK, probs_WK, apply=apply, stage=inner, num_home=num_tokens)
-    ones_TK = jnp.ones_like(probs_TK)
-    home = lambda rows_WD: unpermute(peers.exchange(rows_WD), plan.rows, ones_TK)
-    needed = jnp.maximum(inside.needed, outer.needed(plan, num_tokens))
-    weight_T = home(inside.weight_T[:, None])[:, 0]
-    return Visit(home(inside.y_TD), weight_T, jnp.zeros_like(weight_T), inside.rows, needed)
+    probs_WK = peers.exchange(probs_WK)
+
+    def work(arrived_WD):
+        ((inside,), _) = travel([visit(arrived_WD, slots_WK, probs_WK, apply=apply, stage=inner, num_home=num_tokens)])
+        return inside
+
+    def finish(home: Visit):
+        y_TD, weight_T1 = (unpermute(rows, plan.rows, jnp.ones_like(probs_TK)) for rows in (home.y_TD, home.weight_T))
+        needed = jnp.maximum(home.needed, outer.needed(plan, num_tokens))
+        return Visit(y_TD, weight_T1[:, 0], jnp.zeros_like(weight_T1[:, 0]), home.rows, needed)
+
+    back = lambda inside: inside._replace(y_TD=peers.exchange(inside.y_TD), weight_T=peers.exchange(inside.weight_T[:, None]))
+    return Trip(permute(x_TD, plan.rows), peers.exchange, work, back, finish)
 
 
 def gather_shards(array, spec: P):

@@ -16,7 +16,9 @@ def per_rows(function, *arrays, whole=()):
       arrays: arrays or trees of arrays whose first dim is rows.
       whole: arrays that every device sees as a whole (small weights); their gradients are summed over devices.
     """
-    if jax.sharding.get_abstract_mesh().size == 1:  # nothing to part; XLA's CPU backend would copy each gradient in a sum over one device
+    mesh = jax.sharding.get_abstract_mesh()
+    # one device has nothing to part, and XLA's CPU backend would copy each gradient in a sum over it; inside an island it is done already
+    if mesh.size == 1 or mesh.manual_axes:
         return function(*arrays, *whole)
     specs = (ROWS,) * len(arrays) + (P(),) * len(whole)
     return jax.shard_map(function, in_specs=specs, out_specs=ROWS, check_vma=False)(*arrays, *whole)

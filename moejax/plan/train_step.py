@@ -9,6 +9,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.batch import Batch
 from moejax.observe.memory import compiled_bytes, tree_bytes
 from moejax.parallel.mesh import make_mesh
+from moejax.parallel.xla_flags import options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
@@ -42,11 +43,13 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh)
         lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
-        compiled = lowered.compile()
+        flags = options_for(mesh.devices.flat[0])
+        compiled = lowered.compile(compiler_options=flags.taken)
     spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"
     lines = [
         f"{'target':9} {count} x {target.name}, {target.memory_bytes / 2**30:.0f} GiB each",
         describe(plan, program.rules, state=tree_bytes(state), **compiled_bytes(compiled)),
+        *flags.lines(),
         f"{'launches':9} {spell(launches(compiled))} (loop bodies once)",
         f"{'traffic':9} {spell(collectives(compiled))} (loop bodies once)",
     ]

@@ -37,6 +37,7 @@ from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
+from moejax.parallel.xla_flags import options_for
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
@@ -99,6 +100,7 @@ class Run:
         self.model = config.model
         self.mesh = make_mesh(config.mesh)
         self.main = jax.process_index() == 0
+        self.flags = options_for(jax.local_devices()[0])
         self.folder = Path(config.out_dir) / config.name
         self.program = make_program(config.model, config.losses, config.optim, config.train)
         self.steps: dict[float, Any] = {}
@@ -123,6 +125,8 @@ class Run:
 
     def start(self) -> TrainState:
         """The state to begin with: from a checkpoint, or fresh; either is announced."""
+        for line in self.flags.lines():
+            self.say(line)
         found = self.checkpoints.find(self.config.checkpoint.resume)
         if self.loader.skipped:
             names = ", ".join(self.loader.skipped[:3])
@@ -182,7 +186,7 @@ class Run:
 
     def compile(self, state: TrainState, batches):
         """The compiled step; XLA replicating a tensor by itself is an error."""
-        options: dict[str, Any] = {}
+        options = dict(self.flags.taken)
         if self.config.train.deterministic and jax.default_backend() == "gpu":
             options["xla_gpu_deterministic_ops"] = True
         lowered = self.program.lower(state, batches)
@@ -241,7 +245,7 @@ class Run:
             state.params, state.control, batches, config=self.model, index=losses.index, chunk_tokens=losses.chunk_tokens
         )
         with refuse_replication():
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=self.flags.taken)
         agree("evaluation", fingerprint(lowered))
         return compiled
 

@@ -22,7 +22,7 @@ def test_the_main_job_compiles_for_eight_gpus():
     assert launches(planned.compiled)["triton"] > 0
     assert collectives(planned.compiled)["all-to-all"] > 0  # rows go to their experts
     assert "target    8 x NVIDIA H200" in planned.report
-    for title in ("mesh", "weights", "bytes", "kernels", "launches", "traffic"):
+    for title in ("mesh", "weights", "bytes", "kernels", "XLA flags", "launches", "traffic"):
         assert f"\n{title} " in planned.report, planned.report
 
 

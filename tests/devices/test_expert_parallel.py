@@ -57,7 +57,9 @@ def compiled(config: MoEConfig, mesh):
     def run(x_BLD, ids_BLK, probs_BLK, weights, dy_BLD, control):
         def layer(x_BLD, probs_BLK, weights):
             placed = {name: (weights[name], spec_of(axes)) for name, axes in AXES.items()}
-            return expert_parallel(x_BLD, ids_BLK, probs_BLK, placed, apply_experts=apply_experts, config=config, control=control)
+            options = {"apply_experts": apply_experts, "config": config, "control": control}
+            y_BLD, _, report = expert_parallel(x_BLD, ids_BLK, probs_BLK, placed, **options)
+            return y_BLD, report
 
         y_BLD, pull, report = jax.vjp(layer, x_BLD, probs_BLK, weights, has_aux=True)
         return y_BLD, pull(dy_BLD), report

@@ -43,7 +43,8 @@ def compiled(factor, mesh):
     def run(x_BLD, ids_BLK, probs_BLK, matrix_EDD):
         params = {"matrix_EDD": (matrix_EDD, spec_of(("expert", "embed", None)))}
         config = MoEConfig(num_experts=EXPERTS, experts_per_token=CHOSEN, capacity_factor=factor)
-        return expert_parallel(x_BLD, ids_BLK, probs_BLK, params, apply_experts=multiply, config=config)
+        y_BLD, _, report = expert_parallel(x_BLD, ids_BLK, probs_BLK, params, apply_experts=multiply, config=config)
+        return y_BLD, report
 
     return jax.jit(run)
 

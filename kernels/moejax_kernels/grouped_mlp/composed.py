@@ -15,6 +15,8 @@ def grouped_mlp(x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, *, matmul, **ac
     @jax.checkpoint
     def down(gate_RF, up_RF, down_EFD):
         h_RF = gated_activation(gate_RF, up_RF, **activation, implementation="triton_gpu")
+        # backward both gradients of this product are made before the activation's: from there on its rows, dy and h, are not held
+        h_RF, down_EFD = jax.lax.optimization_barrier((h_RF, down_EFD))
         return product(h_RF, down_EFD, group_sizes_E)
 
     return down(product(x_RD, gate_EDF, group_sizes_E), product(x_RD, up_EDF, group_sizes_E), down_EFD)
