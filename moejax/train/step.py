@@ -109,7 +109,7 @@ def train_step(
     trainable: dict,
     switches: Switches,
 ) -> tuple[TrainState, StepOutput]:
-    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments and biases as they were.
+    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...].
@@ -131,7 +131,7 @@ def train_step(
         state.step + 1,
         state.skipped + skip,
         (state.skipped_in_a_row + skip) * skip,
-        update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]),
+        keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
     if switches.debug:

@@ -153,3 +153,17 @@ def test_the_topology_bias_keeps_rows_at_home_until_it_has_faded():
     kinds = ("rows_on_device", "rows_in_node", "rows_across_nodes")
     num_rows = (tiny.batch().segments.ids_BL >= 0).sum() * near.moe.experts_per_token
     assert all(sum(out.scalars[kind] for kind in kinds) == num_rows for steps in told.values() for out in steps)
+
+
+def test_a_step_that_is_not_finite_leaves_the_control_as_it_was():
+    config = tiny.model(
+        "gqa", moe=tiny.moe(capacity_factor=0.5, adaptive=AdaptiveConfig(highest=1.0, lowest=0.5, patience=1), copies=COPIES)
+    )
+    trainer = tiny.trainer(config, expert=4)
+    unembed_DV = trainer.state.params["unembed"]["weight_DV"]
+    broken = dataclasses.replace(trainer.state, params=trainer.state.params | {"unembed": {"weight_DV": unembed_DV * np.nan}})
+    state, _ = trainer.run([tiny.batch()], broken)
+    assert int(state.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.control, broken.control)
+    healthy, _ = trainer.run([tiny.batch()])
+    assert jax.device_get(healthy.control)["head"]["0"]["load_E"].any()
