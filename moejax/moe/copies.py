@@ -24,7 +24,8 @@ all senders, over the copies evenly. Products wrap around in int32, which leaves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """A placement as the step reads it; the same on every device. J = S*C copies, sorted by expert."""
+    """A placement as the step reads it; the same on every device. J = S*C copies, sorted by expert; without room for any, C = 0, all but the
+    homes is None."""
 
     position_E: Any
     """int32, home of each expert: device position // e, place position % e there."""
@@ -48,8 +49,10 @@ def tables(plan: Plan) -> Tables:
     own = num_experts // num_devices
     position_E = np.empty(num_experts, np.int32)
     position_E[plan.expert_at_E] = np.arange(num_experts)
+    if not num_copies:
+        return Tables(position_E, *(None,) * 6)
     position_J, share_J = plan.copy_SC.reshape(-1), plan.share_SC.reshape(-1)
-    device_J, copy_J = np.divmod(np.arange(position_J.size), max(num_copies, 1))
+    device_J, copy_J = np.divmod(np.arange(position_J.size), num_copies)
     slot_J = device_J * (own + num_copies) + own + copy_J
     position_J = np.where(position_J < 0, num_experts, position_J)
     order_J = np.argsort(position_J, kind="stable")
@@ -71,32 +74,34 @@ def tables(plan: Plan) -> Tables:
     )
 
 
-def plan_of(tables: Tables) -> Plan:
+def plan_of(tables: Tables, *, num_devices: int) -> Plan:
     """The placement that tables were made of."""
     expert_at_E = np.argsort(np.asarray(tables.position_E)).astype(np.int32)
+    if tables.copy_SC is None:
+        return Plan(expert_at_E=expert_at_E, copy_SC=np.zeros((num_devices, 0), np.int32), share_SC=np.zeros((num_devices, 0), np.float32))
     return Plan(expert_at_E=expert_at_E, copy_SC=np.asarray(tables.copy_SC), share_SC=np.asarray(tables.share_SC))
 
 
 def slots_of(ids_TK, rank_TK, tables: Tables, *, device):
-    """Slot of each choice.
+    """Slot of each choice; without copies the expert's position.
 
     Args:
       ids_TK: int32 experts, -1 for none.
       rank_TK: int32, how many earlier choices on this device are of the same expert.
       device: this device's index on the `expert` axis; shifts which rows go to a copy.
     """
-    num_devices, num_copies = tables.copy_SC.shape
-    num_experts = tables.position_E.size
-    own = num_experts // num_devices
     position_TK = tables.position_E[jnp.maximum(ids_TK, 0)]
+    if tables.copy_SC is None:
+        return jnp.where(ids_TK < 0, -1, position_TK)
+    num_devices, num_copies = tables.copy_SC.shape
+    own = tables.position_E.size // num_devices
     slot_TK = position_TK // own * (own + num_copies) + position_TK % own
-    if num_copies:
-        number_TK = (rank_TK * ROW_STEP + device * DEVICE_STEP) & (UNITS - 1)
-        # the last copy that begins at or before the row's number, if it is one of this expert and does not end before
-        key_J = tables.position_J * UNITS + tables.begin_J
-        at_TK = jnp.searchsorted(key_J, position_TK * UNITS + number_TK, side="right", method="scan_unrolled") - 1
-        hit_TK = (at_TK >= 0) & (tables.position_J[at_TK] == position_TK) & (number_TK < tables.end_J[at_TK])
-        slot_TK = jnp.where(hit_TK, tables.slot_J[at_TK], slot_TK)
+    number_TK = (rank_TK * ROW_STEP + device * DEVICE_STEP) & (UNITS - 1)
+    # the last copy that begins at or before the row's number, if it is one of this expert and does not end before
+    key_J = tables.position_J * UNITS + tables.begin_J
+    at_TK = jnp.searchsorted(key_J, position_TK * UNITS + number_TK, side="right", method="scan_unrolled") - 1
+    hit_TK = (at_TK >= 0) & (tables.position_J[at_TK] == position_TK) & (number_TK < tables.end_J[at_TK])
+    slot_TK = jnp.where(hit_TK, tables.slot_J[at_TK], slot_TK)
     return jnp.where(ids_TK < 0, -1, slot_TK)
 
 
@@ -105,9 +110,9 @@ def with_copies(array_eXX, tables: Tables):
 
     A sum over devices of which one adds something else than 0, scattered: (S - 1)*C experts cross the wire for each device.
     """
-    own, (num_devices, num_copies) = array_eXX.shape[0], tables.copy_SC.shape
-    if not num_copies or num_devices == 1:
+    if tables.copy_SC is None:
         return array_eXX
+    own = array_eXX.shape[0]
     local_SC = tables.copy_SC - jax.lax.axis_index("expert") * own
     mine_SC = (local_SC >= 0) & (local_SC < own) & (tables.copy_SC >= 0)
     wide = (..., *(None,) * (array_eXX.ndim - 1))

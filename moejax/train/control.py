@@ -130,7 +130,7 @@ def decide(config: ModelConfig, control: dict, *, num_devices: int) -> tuple[dic
         for place, state in places.items():
             stacked = np.ndim(state["load_E"]) == 2
             states = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(len(state["load_E"]))] if stacked else [state]
-            old = [copies.plan_of(each["tables"]) for each in states]
+            old = [copies.plan_of(each["tables"], num_devices=num_devices) for each in states]
             plans = [_next_plan(config, plan, each, num_devices=num_devices) for plan, each in zip(old, states, strict=True)]
             loads += [
                 [_max_load(each, state["load_E"]) for each in pair]

@@ -85,7 +85,7 @@ def test_experts_that_are_chosen_together_come_to_one_node():
     control["unit"]["0"] |= {"load_E": np.full((2, 8), 40, np.float32), "together_EE": np.stack([same_EE] * 2)}
     new, sources, _ = controls.decide(config, control, num_devices=4)
     for layer in range(2):
-        plan = copies.plan_of(jax.tree.map(lambda leaf, layer=layer: leaf[layer], new["unit"]["0"]["tables"]))
+        plan = copies.plan_of(jax.tree.map(lambda leaf, layer=layer: leaf[layer], new["unit"]["0"]["tables"]), num_devices=4)
         assert [set(node % 2) for node in np.split(plan.expert_at_E, 2)] in ([{0}, {1}], [{1}, {0}])
         np.testing.assert_array_equal(sources["unit"]["0"][layer], plan.expert_at_E)
     assert not new["unit"]["0"]["together_EE"].any() and not new["unit"]["0"]["load_E"].any()
@@ -94,8 +94,10 @@ def test_experts_that_are_chosen_together_come_to_one_node():
 def test_a_placement_can_be_read_back_from_its_tables():
     state = controls.init_control(model(copies=COPIES), 4)["unit"]["0"]
     layer = jax.tree.map(lambda leaf: leaf[0], state["tables"])
-    plan = copies.plan_of(layer)
+    plan = copies.plan_of(layer, num_devices=4)
     assert plan.expert_at_E.tolist() == list(range(8)) and (plan.copy_SC == -1).all()
+    nothing = controls.init_control(model(copies=dataclasses.replace(COPIES, per_device=0, move=True)), 4)
+    assert all(leaf.size for leaf in jax.tree.leaves(nothing)), "a checkpoint holds no array without entries"
     for ours, theirs in zip(jax.tree.leaves(copies.tables(plan)), jax.tree.leaves(layer), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
