@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from moejax_kernels import gated_activation, grouped_mlp
 
@@ -13,9 +12,9 @@ from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
 from moejax.moe.expert_parallel import expert_parallel
 from moejax.moe.layer_routing import choose_layer, weigh_layer
+from moejax.moe.overlap import Beside
 from moejax.moe.statistics import routing_statistics
 from moejax.moe.topology import Topology, contiguous_homes
-from moejax.moe.overlap import Beside
 from moejax.parallel.axes import spec
 from moejax.parallel.islands import per_rows
 from moejax.parallel.projection import float_inside, project

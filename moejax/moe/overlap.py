@@ -1,5 +1,6 @@
 """Exchanges that hide behind work: chunks of tokens that travel in turn, and the shared expert beside them."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def travel(trips: list[Trip], x_TD=None, enter: Callable[[Any], Any] = lambda x_
     packed_RD, x_TD = _meet(first.packed_RD, x_TD)
     arrived_RD, inside = _meet(first.out(packed_RD), enter(x_TD))
     home = []
-    for trip, following in zip(trips[:-1], trips[1:], strict=True):
+    for trip, following in itertools.pairwise(trips):
         packed_RD, inside = _meet(following.packed_RD, inside)
         next_RD, inside = _meet(following.out(packed_RD), inside)
         done_RD, inside = _meet(trip.work(arrived_RD), inside)

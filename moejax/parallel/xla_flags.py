@@ -1,18 +1,20 @@
 """XLA flags that training on GPUs needs, by version of jaxlib: the one place that names them.
 
 They go to the compiler with each program, not through the environment, so a run does not depend on how it was started. What each does was
-read from programs compiled for 64 H200s (tests/aot/test_overlap.py).
+read from programs compiled for 64 H200s (tests/aot/test_overlap.py); `since` is the first version with which that was done.
 """
 
 import dataclasses
+import importlib.metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+JAXLIB = importlib.metadata.version("jaxlib")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,21 +33,15 @@ TABLE = (
     Flag(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value=True,
-        since="0.4.31",
+        since="0.11.2",
         why="puts work between the start and the end of a collective; without it a transfer is mostly waited for",
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value=4,
-        since="0.7.0",
-        why="an expert exchange, gathers of the next weights and counters may be under way together; with the default of 1 (and with 2) a "
-        "gather that comes first leaves an exchange of the MoE chain with nothing beside it",
-    ),
-    Flag(
-        name="xla_gpu_enable_analytical_sol_latency_estimator",
-        value=False,
-        since="0.7.0",
-        why="that cost model puts the experts' weight gradients at the end instead of beside the exchanges, and holds their inputs until then",
+        since="0.11.2",
+        why="an expert exchange, gathers of the next weights and counters may be under way together; with the default of 1, and with 2, a "
+        "gather that is under way takes an exchange of the MoE chain its place beside the matmuls",
     ),
 )
 
@@ -62,7 +58,7 @@ class Options:
         """For a person; none where there is nothing to say."""
         spell = lambda value: str(value).lower()
         lines = [f"XLA flags {', '.join(f'{name}={spell(value)}' for name, value in self.taken.items())}"] if self.taken else []
-        return lines + [f"{'':9} rejected by jaxlib {jaxlib.__version__}: {name} ({words})" for name, words in self.rejected.items()]
+        return lines + [f"{'':9} rejected by jaxlib {JAXLIB}: {name} ({words})" for name, words in self.rejected.items()]
 
 
 def wanted(version: str, table: tuple[Flag, ...] = TABLE) -> list[Flag]:
@@ -71,16 +67,16 @@ def wanted(version: str, table: tuple[Flag, ...] = TABLE) -> list[Flag]:
     return [flag for flag in table if _number(flag.since) <= at and (flag.until is None or at < _number(flag.until))]
 
 
-def options_for(device: jax.Device, table: tuple[Flag, ...] = TABLE) -> Options:
+def options_for(device: Any, table: tuple[Flag, ...] = TABLE) -> Options:
     """Options of a device's programs: none but for GPUs. Each is tried on a small program, since XLA drops flags without notice."""
     if "NVIDIA" not in device.device_kind:
         return Options({}, {})
-    flags = wanted(jaxlib.__version__, table)
+    flags = wanted(JAXLIB, table)
     refused = {flag.name: why for flag in flags if (why := _refusal(device, flag)) is not None}
     return Options({flag.name: flag.value for flag in flags if flag.name not in refused}, refused)
 
 
-def _refusal(device: jax.Device, flag: Flag) -> str | None:
+def _refusal(device: Any, flag: Flag) -> str | None:
     """Why the compiler does not take a flag; None if it does."""
     mesh = Mesh(np.array([device]), ("one",))
     like = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))

@@ -36,8 +36,8 @@ from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
-from moejax.parallel.xla_flags import options_for
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
+from moejax.parallel.xla_flags import options_for
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
