@@ -49,6 +49,7 @@ class RouterConfig:
             topology_near=">= 0",
             topology_anneal_steps=">= 0 (0: the bias stays)",
         )
+        require(self.num_groups >= 1, f"moe.router.num_groups={self.num_groups} must be >= 1.")
         require(
             1 <= self.groups_kept <= self.num_groups,
             f"moe.router.groups_kept={self.groups_kept} must lie between 1 and moe.router.num_groups={self.num_groups}.",
@@ -84,7 +85,8 @@ class AdaptiveConfig:
     drop_rate: float = 0.01
     """A step asks for more if a larger share of the layer's rows finds no place."""
     spare: float = 0.1
-    """A step asks for less if nothing is dropped and even the fullest bucket would leave this share of the capacity empty."""
+    """A step asks for less if nothing is dropped and even the fullest bucket (the mean over microbatches) would leave this share of the
+    capacity empty."""
     step: float = 1.1
     """Factor by which the capacity grows or shrinks, > 1."""
     buffers: int = 3
@@ -102,6 +104,11 @@ class AdaptiveConfig:
             step="> 1",
             buffers=">= 1",
         )
+        require(
+            not 0 < self.highest <= self.lowest,
+            f"moe.adaptive.highest={self.highest} must pass moe.adaptive.lowest={self.lowest}.",
+        )
+        require(self.spare < 1, f"moe.adaptive.spare={self.spare} must be below 1, or no capacity is ever lowered.")
         names = ("lowest", "patience", "drop_rate", "spare", "step", "buffers")
         refuse_unused("moe.adaptive", self, *names, unless=self.highest > 0, why="moe.adaptive.highest is 0")
 
@@ -127,6 +134,10 @@ class CopiesConfig:
 
     def __post_init__(self):
         require_ranges("moe.copies", self, every=">= 0 (0: no copies)", per_device=">= 0", gain=">= 0")
+        require(
+            self.per_device > 0 or self.move or not self.every,
+            "moe.copies.per_device=0 with moe.copies.move=False leaves nothing to decide every moe.copies.every steps; per_device=1 fits.",
+        )
         refuse_unused("moe.copies", self, "per_device", "move", "gain", unless=self.every > 0, why="moe.copies.every is 0")
 
 

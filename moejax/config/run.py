@@ -116,6 +116,10 @@ def _check_moe(model: ModelConfig, mesh: MeshConfig, *, tokens_per_device: int) 
         tokens_per_device % moe.overlap_chunks == 0,
         f"model.moe.overlap_chunks={moe.overlap_chunks} must divide the {tokens_per_device} tokens of a device in one microbatch.",
     )
+    require(
+        not moe.copies.every or mesh.expert > 1,
+        f"model.moe.copies.every={moe.copies.every} needs experts on several devices, and mesh.expert={mesh.expert}; leave it out.",
+    )
     if moe.node_size:
         fits = [n for n in range(1, mesh.expert + 1) if mesh.expert % n == 0]
         require(moe.node_size in fits, f"model.moe.node_size={moe.node_size} must divide mesh.expert={mesh.expert}; {fits} would fit.")

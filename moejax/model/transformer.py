@@ -18,7 +18,7 @@ from moejax.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moejax.model.norms import RMSNorm
 from moejax.model.sparse import SparseAttention
 from moejax.model.weights import Maker
-from moejax.moe.expert_parallel import KEPT
+from moejax.moe.dispatch import KEPT
 from moejax.parallel.axes import constrain_rows
 
 MIXER_CLASSES = {

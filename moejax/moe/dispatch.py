@@ -5,11 +5,17 @@ s*x + i lies on device s. Without copies of experts, slot and expert have the sa
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from moejax_kernels import RowPlan, group_ranks
+
+KEPT = "dispatch_plan"
+"""Name of the results that remat keeps: a recomputed choice could break ties differently."""
+kept = functools.partial(checkpoint_name, name=KEPT)
 
 
 @jax.tree_util.register_dataclass

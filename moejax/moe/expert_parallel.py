@@ -6,19 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from moejax_kernels import group_ranks, permute, unpermute
 
 from moejax.config.moe import MoEConfig
 from moejax.moe import copies, dispatch, overflow, transport
+from moejax.moe.dispatch import kept
 from moejax.moe.overlap import Beside, Trip, travel
 from moejax.moe.transport import Peers, Traffic
 from moejax.parallel.axes import ROWS, TOKENS
-
-KEPT = "dispatch_plan"
-"""Name of the results that remat keeps: a recomputed choice could break ties differently."""
-kept = functools.partial(checkpoint_name, name=KEPT)
 
 
 class Visit(NamedTuple):
@@ -96,7 +92,8 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
 
     Returns:
       y_BLD; what `beside` made, or None; and a report over all devices: `dropped` int32, rows that found no place; with a capacity
-      `weight_lost` and `weight_given` (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped.
+      `weight_lost` and `weight_given` (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped
+      (`hierarchical`: of the rows that the first stage let through).
     """
     control = control or {}
     mesh = jax.sharding.get_abstract_mesh()
@@ -153,7 +150,7 @@ def chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, fa
         flat = stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
         return functools.partial(visit, stage=flat, similar=overflow.of(config))
     inside, across = transport.node_peers(num_devices, config.node_size)
-    limited = config.router.num_groups == across.num and not config.copies.move  # groups of experts are nodes
+    limited = config.router.num_groups == across.num and not config.copies.every  # groups of experts are nodes
     nodes = config.router.groups_kept if limited else distinct_nodes(config.num_experts, across.num, k)
     outer = stage(across, 1, nodes / across.num, min(k, across.num))
     inner = stage(inside, slots_per_device, k / inside.num, k)  # a device takes in as many choices for others as it has

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config.moe import RouterConfig
-from moejax.moe.expert_parallel import KEPT
+from moejax.moe.dispatch import KEPT
 from moejax.moe.router import Choice, Routing, choose, is_overloaded, overload_factor, weigh
 from moejax.moe.topology import Topology, distance, distance_bias, own_device, rows_by_distance
 from moejax.parallel.islands import per_rows

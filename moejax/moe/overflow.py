@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config.moe import MoEConfig
-from moejax.moe.dispatch import SendPlan
+from moejax.moe.dispatch import SendPlan, kept
+
+NOTHING = 1e-6
+"""Share of a token's weight below which what is missing counts as rounding, and what is left is too little to take over the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Similar:
         first_X = (plan.start_S[:, None] + jnp.cumsum(plan.counts_Sx, 1) - plan.counts_Sx).reshape(-1)
         spread_BC = jnp.arange(self.candidates) * count_X[slot_B][:, None] // self.candidates
         row_BC = jnp.minimum(first_X[slot_B][:, None] + spread_BC, out_RD.shape[0] - 1)
-        part_B, row_B = self._most_similar(jax.lax.stop_gradient(out_RD), row_BC, jax.lax.stop_gradient(x_TD[token_B]))
+        part_B, row_B = kept(self._most_similar(jax.lax.stop_gradient(out_RD), row_BC, jax.lax.stop_gradient(x_TD[token_B])))
         part_B = jnp.where(real_B & (count_X[slot_B] > 0), part_B, 0)
         weight_B = jax.lax.stop_gradient(part_B) * probs_TK.reshape(-1)[at_B]
         wide = weight_B.dtype
@@ -67,13 +70,13 @@ def settle(y_TD, weight_T, given_T, total_T, *, renormalise: bool):
       total_T: weight that was asked for.
 
     Returns:
-      y_TD, scaled exactly by 1 where nothing was dropped, 0 where all was; `weight_lost`, the weight of the rows that found no place, and
+      y_TD, scaled exactly by 1 where nothing was dropped, 0 where (nearly) all was; `weight_lost`, the weight of the rows that found no place, and
       `weight_given`, the part of it that others took over; without gradients.
     """
-    lost_T = total_T - weight_T
+    missing_T = total_T - weight_T
+    some_T, lost_T = weight_T > NOTHING * total_T, jnp.where(missing_T > NOTHING * total_T, missing_T, 0)
     if renormalise:
-        some_T = weight_T > 0
-        scale_T = jnp.where(some_T, total_T / jnp.where(some_T, weight_T, 1), 0)
+        scale_T = jnp.where(some_T, jnp.where(lost_T > 0, total_T / jnp.where(some_T, weight_T, 1), 1), 0)
         y_TD = (y_TD.astype(scale_T.dtype) * scale_T[:, None]).astype(y_TD.dtype)
         given_T = jnp.where(some_T, lost_T, 0)
     return y_TD, jax.lax.stop_gradient({"weight_lost": jnp.sum(lost_T), "weight_given": jnp.sum(given_T)})

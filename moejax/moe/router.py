@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config.moe import RouterConfig
-from moejax.moe.expert_parallel import KEPT
+from moejax.moe.dispatch import KEPT
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,7 @@
 """XLA flags that training on GPUs needs, by version of jaxlib: the one place that names them.
 
 They go to the compiler with each program, not through the environment, so a run does not depend on how it was started. What each does was
-read from programs compiled for 64 H200s (tests/aot/test_overlap.py).
+read from programs compiled for 64 H200s (tests/aot/test_overlap.py); `since` is the first version with which that was done.
 """
 
 import dataclasses
@@ -33,21 +33,15 @@ TABLE = (
     Flag(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value=True,
-        since="0.4.31",
+        since="0.11.2",
         why="puts work between the start and the end of a collective; without it a transfer is mostly waited for",
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value=4,
-        since="0.7.0",
-        why="an expert exchange, gathers of the next weights and counters may be under way together; with the default of 1 (and with 2) a "
-        "gather that comes first leaves an exchange of the MoE chain with nothing beside it",
-    ),
-    Flag(
-        name="xla_gpu_enable_analytical_sol_latency_estimator",
-        value=False,
-        since="0.7.0",
-        why="that cost model puts the experts' weight gradients at the end instead of beside the exchanges, and holds their inputs until then",
+        since="0.11.2",
+        why="an expert exchange, gathers of the next weights and counters may be under way together; with the default of 1, and with 2, a "
+        "gather that is under way takes an exchange of the MoE chain its place beside the matmuls",
     ),
 )
 

@@ -13,7 +13,7 @@ from moejax.parallel.xla_flags import options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
-from moejax.train.program import make_program
+from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
 from moejax.train.state import placed_shapes
 
@@ -38,7 +38,9 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     plan = resolve(config, count)
     config = plan.config
     mesh = make_mesh(config.mesh, devices(target, count))
-    program = make_program(config.model, config.losses, config.optim, config.train)
+    adaptive = config.model.moe.adaptive.highest
+    model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
+    program = make_program(model, config.losses, config.optim, config.train)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh)

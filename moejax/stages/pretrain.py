@@ -18,10 +18,9 @@ from rich.console import Console
 from moejax.checkpoint.layout import LayoutError
 from moejax.checkpoint.stop import StopSignal
 from moejax.checkpoint.store import Checkpointer, MissingCheckpointError
-from moejax.config.errors import ConfigError
+from moejax.config.errors import ConfigError, require
 from moejax.config.load import to_json
 from moejax.config.mesh import ProcessConfig
-from moejax.config.model import ModelConfig
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
@@ -41,7 +40,7 @@ from moejax.parallel.xla_flags import options_for
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
-from moejax.train.program import make_program
+from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
 from moejax.train.state import TrainState, init_state, placed_shapes
 
@@ -87,6 +86,10 @@ def prepare(config: RunConfig) -> Plan:
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     initialize(config.processes)
+    require(
+        config.model.moe.transport != "ragged" or jax.default_backend() == "gpu",
+        f"model.moe.transport='ragged' needs GPUs: XLA has no ragged all-to-all for {jax.default_backend()!r}; 'all_to_all' fits.",
+    )
     agree("config", to_json(dataclasses.replace(config, processes=ProcessConfig())))
     return resolve(config, jax.device_count())
 
@@ -267,11 +270,6 @@ class Run:
         self.stop.close()
 
 
-def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:
-    """The model with buffers of that size."""
-    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=capacity_factor))
-
-
 def fingerprint(lowered: jax.stages.Lowered) -> str:
     """Tells programs apart; processes that run different ones would wait for each other in vain."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()
@@ -308,7 +306,7 @@ def run(config: RunConfig, console: Console) -> Outcome:
 def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Steps until the config's last one, or until SIGTERM; says whether it got to the end."""
     config, first = job.config, int(state.step)
-    timer, capacity, finished = StepTimer(), None, True
+    timer, capacity, loads, finished = StepTimer(), None, {}, True
     with (
         contextlib.closing(job.metrics(first)) as writer,
         contextlib.closing(ProgressBar(job.console, steps=config.train.steps, first=first, shown=job.main)) as bar,
@@ -330,7 +328,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             profiler.after(step)
             if config.model.moe.copies.every and step % config.model.moe.copies.every == 0:
                 state, loads = job.rebalance(state)
-                values |= loads
+            values |= loads
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:

@@ -169,17 +169,19 @@ def _next_plan(config: ModelConfig, old: placement.Plan, state: dict, *, num_dev
     """The placement that loads ask for, or the old one if it brings too little."""
     settings, load_E, together_EE = config.moe.copies, np.asarray(state["load_E"]), state.get("together_EE")
     options: dict[str, Any] = {"num_devices": num_devices, "copies_per_device": settings.per_device}
+    nodes = num_devices // config.moe.node_size if config.moe.node_size else 1
+    copy_SC, share_SC = placement.copies(load_E[old.expert_at_E], node_size=num_devices // nodes, **options)
+    stayed = dataclasses.replace(old, copy_SC=copy_SC, share_SC=share_SC)
+    if _max_load(stayed, load_E) >= _max_load(old, load_E) - settings.gain:
+        stayed = old
     if not settings.move:
-        copy_SC, share_SC = placement.copies(load_E[old.expert_at_E], **options)
-        new = dataclasses.replace(old, copy_SC=copy_SC, share_SC=share_SC)
-        return new if _max_load(new, load_E) < _max_load(old, load_E) - settings.gain else old
+        return stayed
     if together_EE is None:
         return placement.plan(load_E, num_nodes=1, keep=old, gain=settings.gain, **options)
-    nodes = num_devices // config.moe.node_size
     new = placement.plan(load_E, num_nodes=nodes, together_EE=np.asarray(together_EE), **options)
-    rises = _max_load(new, load_E) - _max_load(old, load_E)
-    closer = _apart(old, together_EE, nodes) - _apart(new, together_EE, nodes)
-    return new if -rises > settings.gain or (closer > settings.gain and rises <= settings.gain) else old
+    rises = _max_load(new, load_E) - _max_load(stayed, load_E)
+    closer = _apart(stayed, together_EE, nodes) - _apart(new, together_EE, nodes)
+    return new if -rises > settings.gain or (closer > settings.gain and rises <= settings.gain) else stayed
 
 
 def move_experts(tree, sources: dict):

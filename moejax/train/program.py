@@ -54,3 +54,8 @@ def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, tra
         switches=switches,
     )
     return Program(step, optimizer, rules, switches)
+
+
+def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:
+    """The model with buffers of that size."""
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=capacity_factor))

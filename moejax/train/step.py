@@ -177,13 +177,14 @@ def step_metrics(loss, norm, report: Report, whole, state: TrainState) -> dict:
     if layers:
         imbalance = [jnp.max(layer["load_E"].max(-1) / jnp.maximum(layer["load_E"].mean(-1), 1e-9)) for layer in layers]
         metrics["expert_load_max_over_mean"] = jnp.max(jnp.stack(imbalance))
-        total = lambda name: sum(jnp.sum(layer[name]) for layer in layers if name in layer)
+        as_float = lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32))  # int32 counts of many layers pass 2**31
+        total = lambda name: sum(jnp.sum(as_float(layer[name])) for layer in layers if name in layer)
         metrics["dropped_rows"] = total("dropped")
         for name, metric in LAYER_METRICS.items():
             if any(name in layer for layer in layers):
                 metrics[metric] = total(name)
         if any("distance_rows_3" in layer for layer in layers):
-            rows_3 = jnp.sum(jnp.stack([layer["distance_rows_3"].reshape(-1, 3).sum(0) for layer in layers]), 0)
+            rows_3 = jnp.sum(jnp.stack([as_float(layer["distance_rows_3"]).reshape(-1, 3).sum(0) for layer in layers]), 0)
             metrics |= {"rows_on_device": rows_3[0], "rows_in_node": rows_3[1], "rows_across_nodes": rows_3[2]}
     metrics |= control_metrics(state.control)
     return metrics

@@ -2,13 +2,19 @@
 
 import dataclasses
 
-import jax
 import k3_layer
 import pytest
 
+from moejax.config.data import DataConfig
+from moejax.config.mesh import MeshConfig
+from moejax.config.mixers import MLAConfig
+from moejax.config.model import PrecisionConfig
+from moejax.config.run import RunConfig
+from moejax.config.training import LossConfig, OptimConfig, TrainConfig
 from moejax.parallel import xla_flags
 from moejax.plan.schedule import exchanges
 from moejax.plan.targets import TARGETS, devices
+from moejax.plan.train_step import plan_step
 
 pytestmark = pytest.mark.aot
 EXEMPT_BYTES = 64 * 1024
@@ -52,13 +58,41 @@ def test_a_layer_holds_little_more_than_it_must():
     assert memory.temp_size_in_bytes <= 1.6 * MUST_EXIST, f"{memory.temp_size_in_bytes / 1e9:.3f} GB"
 
 
+def test_the_train_step_of_a_model_hides_all_exchanges_of_rows_but_one():
+    """Two layers in a scan, recomputed backward: XLA takes the backward pass of one out of its loop, and there schedules one exchange of
+    gradients bare. Each layer has 4 exchanges forward, 4 recomputed, 4 backward; the loops' bodies count once."""
+    mla = MLAConfig(num_heads=64, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    model = dataclasses.replace(
+        k3_layer.model(capacity_factor=1.25, overlap_chunks=2),
+        vocab_size=16384,
+        num_layers=2,
+        mixers=("mla",),
+        mla=mla,
+        precision=PrecisionConfig(),
+    )
+    config = RunConfig(
+        name="k3",
+        mesh=MeshConfig(fsdp=1, expert=64),
+        model=model,
+        data=DataConfig(seq_len=k3_layer.TOKENS, batch_size=64),
+        losses=LossConfig(bias_update="sign", balance="sequence", balance_coef=1e-4),
+        optim=OptimConfig(kind="adamw"),
+        train=TrainConfig(steps=10, remat="layer"),
+    )
+    planned = plan_step(config, TARGETS["h200"], 64)
+    found = [exchange for exchange in of_rows(planned.compiled) if exchange.operand_bytes == k3_layer.rows_bytes(2, 1.25)]
+    bare = [exchange for exchange in found if not exchange.meanwhile]
+    assert len(found) == 4 + 2 * 8
+    assert len(bare) <= 1 and all("transpose(" in exchange.op_name for exchange in bare), bare
+
+
 def test_flags_that_the_compiler_does_not_know_are_told_and_left_out():
     (device,) = devices(TARGETS["h200"], 1)
     known = xla_flags.TABLE[0]
     odd = dataclasses.replace(known, name="xla_gpu_no_such_flag")
-    wrong = dataclasses.replace(known, name="xla_gpu_enable_analytical_sol_latency_estimator", value="perhaps")
-    options = xla_flags.options_for(device, (known, odd, wrong))
-    assert options.taken == {known.name: known.value}
+    wrong = dataclasses.replace(known, value="perhaps")
+    options = xla_flags.options_for(device, (xla_flags.TABLE[1], odd, wrong))
+    assert options.taken == {xla_flags.TABLE[1].name: xla_flags.TABLE[1].value}
     assert options.rejected == {
         odd.name: "No such compile option: 'xla_gpu_no_such_flag'",
         wrong.name: f"While setting option {wrong.name}, 'perhaps' is not a valid bool value.",
@@ -69,4 +103,4 @@ def test_flags_that_the_compiler_does_not_know_are_told_and_left_out():
 def test_this_jaxlib_takes_the_whole_table():
     (device,) = devices(TARGETS["h200"], 1)
     options = xla_flags.options_for(device)
-    assert list(options.taken) == [flag.name for flag in xla_flags.wanted(jax.lib.__version__)] and not options.rejected
+    assert list(options.taken) == [flag.name for flag in xla_flags.wanted(xla_flags.JAXLIB)] and not options.rejected

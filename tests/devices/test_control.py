@@ -129,7 +129,7 @@ def test_buffers_are_few_and_hold_every_capacity():
 
 
 def test_layers_that_drop_get_room_and_the_metrics_show_it():
-    adaptive = AdaptiveConfig(highest=4.0, lowest=0.5, patience=1, drop_rate=0.0, spare=1.0, step=2.0)
+    adaptive = AdaptiveConfig(highest=4.0, lowest=0.5, patience=1, drop_rate=0.0, spare=0.99, step=2.0)
     config = tiny.model("gqa", num_layers=2, moe=tiny.moe(capacity_factor=0.5, adaptive=adaptive))
     wide = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=4.0))
     trainer = tiny.trainer(wide, expert=4)

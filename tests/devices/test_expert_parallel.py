@@ -213,14 +213,14 @@ def test_copies_even_out_what_devices_compute():
 
 
 def test_a_traced_capacity_below_the_buffer_drops_as_a_buffer_of_that_size():
-    small, large = (dataclasses.replace(CONFIG, capacity_factor=factor) for factor in (0.75, 2.0))
+    small, large = (dataclasses.replace(CONFIG, capacity_factor=factor) for factor in (0.75, 4.0))
     inputs = arrays("float32")
     *want, want_report = run(small, inputs, fsdp=2, expert=4)
     *got, report = run(large, inputs, {"capacity_factor": np.float32(0.75)}, fsdp=2, expert=4)
     check(got, want, TOLERANCE["float32"])  # the buffer's size sets the order of sums
     assert report == want_report and report["dropped"] > 0
     enough = float(report["needed_capacity"])
-    assert run(large, inputs, {"capacity_factor": np.float32(enough)}, fsdp=2, expert=4)[2]["dropped"] == 0 or enough > 2
+    assert run(large, inputs, {"capacity_factor": np.float32(enough)}, fsdp=2, expert=4)[2]["dropped"] == 0
     assert run(dataclasses.replace(CONFIG, capacity_factor=enough), inputs, fsdp=2, expert=4)[2]["dropped"] == 0
     assert run(dataclasses.replace(CONFIG, capacity_factor=0.95 * enough), inputs, fsdp=2, expert=4)[2]["dropped"] > 0
 

@@ -60,8 +60,7 @@ def test_no_way_of_the_rows_changes_a_gradient_of_a_model(chain):
         for place, layer in places.items():
             got = report.layers[section][place]
             assert all((got[name] == array).all() for name, array in layer.items())
-            assert not got["dropped"].any()
-            assert np.abs(got["weight_lost"]).max() < 1e-12  # sums over two nodes are rounded
+            assert not got["weight_lost"].any() and not got["dropped"].any()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from moejax.config.training import LossConfig, OptimConfig
 from moejax.data.batch import Batch
 from moejax.model import language_model
 from moejax.model.objective import switches_for
-from moejax.moe import router
+from moejax.moe import layer_routing
 from moejax.parallel.mesh import mesh_from
 from moejax.train import step as steps
 
@@ -46,12 +46,18 @@ def test_the_router_sees_float32(monkeypatch):
 
     seen = {}
 
-    def watch(logits_BLE, bias_E, *args, **kwargs):
-        routing = router.route(logits_BLE, bias_E, *args, **kwargs)
-        seen.update(logits=logits_BLE.dtype, scores=routing.scores_BLE.dtype, probs=routing.probs_BLK.dtype, bias=bias_E.dtype)
-        return routing
+    def choose(logits_BLE, bias_E, *args, **kwargs):
+        choice, *rest = layer_routing.choose_layer(logits_BLE, bias_E, *args, **kwargs)
+        seen.update(logits=logits_BLE.dtype, scores=choice.scores_BLE.dtype, bias=bias_E.dtype)
+        return choice, *rest
 
-    monkeypatch.setattr(feed_forward, "route", watch)
+    def weigh(*args, **kwargs):
+        routing, report = layer_routing.weigh_layer(*args, **kwargs)
+        seen.update(probs=routing.probs_BLK.dtype)
+        return routing, report
+
+    monkeypatch.setattr(feed_forward, "choose_layer", choose)
+    monkeypatch.setattr(feed_forward, "weigh_layer", weigh)
     config, mesh = tiny.model("gqa", precision=BF16), mesh_from()
     with jax.set_mesh(mesh):
         jax.eval_shape(
