@@ -145,7 +145,7 @@ class MixtureOfExperts(nnx.Module):
         )
         if moe.copies.move and moe.node_size and switches.training:
             statistics["together_EE"] = count_together(routing.ids_BLK, moe.num_experts)
-        return y_BLZ + self._gated(shared_BLD, x_BLD) if moe.shared_hidden else y_BLZ, {"load_E": load_E} | chain | far | soft | statistics
+        return y_BLZ + self._gated(shared_BLD, x_BLD) if moe.shared_hidden else y_BLZ, {"load_E": load_E} | far | chain | soft | statistics
 
     def _apply_experts(self, weights, x_WD, sizes_x):
         options = activation_options(self.activation)

@@ -13,6 +13,7 @@ from moejax.config.moe import MoEConfig
 from moejax.moe import copies, dispatch, overflow, transport
 from moejax.moe.dispatch import kept
 from moejax.moe.overlap import Beside, Trip, travel
+from moejax.moe.topology import distance
 from moejax.moe.transport import Peers, Traffic
 from moejax.parallel.axes import ROWS, TOKENS
 
@@ -93,7 +94,8 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
     Returns:
       y_BLD; what `beside` made, or None; and a report over all devices: `dropped` int32, rows that found no place; with a capacity
       `weight_lost` and `weight_given` (`overflow.settle`), and `needed_capacity`, the factor with which nothing would have been dropped
-      (`hierarchical`: of the rows that the first stage let through).
+      (`hierarchical`: of the rows that the first stage let through); with nodes and `tables` also `distance_rows_3`, int32 rows computed
+      on their device, in their node, and elsewhere.
     """
     control = control or {}
     mesh = jax.sharding.get_abstract_mesh()
@@ -119,7 +121,11 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
         parts, other_BLD = travel(trips, other_BLD, enter, leave)
         y_TD, weight_T, given_T = (jnp.concatenate([part[i] for part in parts]) for i in range(3))
         dropped = jnp.sum(ids_TK >= 0, dtype=jnp.int32) - sum(part.rows for part in parts)
-        report = jax.lax.psum({"dropped": dropped}, TOKENS)
+        counts = {"dropped": dropped}
+        if config.node_size and "tables" in control:  # copies may lie nearer than homes, by which `choose_layer` counts
+            away_TK = distance(slots_TK // slots_per_device, jax.lax.axis_index("expert"), devices_per_node=config.node_size)
+            counts["distance_rows_3"] = jnp.sum((away_TK[..., None] == jnp.arange(3)) & (slots_TK >= 0)[..., None], (0, 1), dtype=jnp.int32)
+        report = jax.lax.psum(counts, TOKENS)
         if config.capacity_factor:
             y_TD, moved = overflow.settle(y_TD, weight_T, given_T, probs_TK.sum(-1), renormalise=config.overflow == "renormalise")
             report |= jax.lax.psum(moved, TOKENS)

@@ -188,6 +188,8 @@ def test_copies_and_other_homes_change_no_value_and_no_gradient(move, transport)
         check((y_BLD, dx, dprobs), (want_y, want_dx, want_dprobs), TOLERANCE["float64"])
         check(dweights, {name: array[at_E] for name, array in want_dweights.items()}, TOLERANCE["float64"])
         assert report["dropped"] == 0
+        if transport == "hierarchical":
+            assert report["distance_rows_3"].sum() == (inputs[1] >= 0).sum()
 
 
 def test_copies_even_out_what_devices_compute():
