@@ -8,6 +8,7 @@ programs do meanwhile hits both sides of a pair about alike. The first step of a
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -40,16 +41,17 @@ def ours(family: str, steps: int) -> tuple[int, float]:
 
 
 def theirs(python: str, family: str, steps: int) -> tuple[int, float]:
-    """Parameters and tokens a second of transformers."""
-    done = _run([python, str(FOLDER / "peer.py"), family, "--steps", str(steps)])
+    """Parameters and tokens a second of transformers, in PyTorch's own environment: glibc's huge pages are moejax's setting."""
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = _run([python, str(FOLDER / "peer.py"), family, "--steps", str(steps)], env=environment)
     if done.returncode:
         _give_up(done)
     found = json.loads(done.stdout.splitlines()[-1])
     return found["parameters"], speed(found["tokens"], found["step_s"])
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True)
+def _run(command: list[str], **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def _give_up(done: subprocess.CompletedProcess) -> NoReturn:
