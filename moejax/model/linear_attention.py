@@ -81,13 +81,15 @@ class KimiDeltaAttention(nnx.Module):
         return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
 
     def _convolved(self, x_BLD, context):
-        parts = [project("bld,dgc->blgc", x_BLD, weight[...]) for weight in (self.q_DGC, self.k_DGC, self.v_DHM)]
-        flat_BLX = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], -1)
-        weight_X4 = jnp.concatenate([self.q_conv_X4[...], self.k_conv_X4[...], self.v_conv_X4[...]])
-        flat_BLX = short_conv(flat_BLX, weight_X4, context)
-        sizes = [part.shape[2] * part.shape[3] for part in parts]
-        pieces = jnp.split(flat_BLX, [sizes[0], sizes[0] + sizes[1]], -1)
-        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        """q, k and v, each behind its own short convolution: joining them for one would copy all three twice."""
+
+        def of(weight_DHC, taps_X4):
+            heads_BLHC = project("bld,dhc->blhc", x_BLD, weight_DHC)
+            flat_BLX = heads_BLHC.reshape(*heads_BLHC.shape[:2], -1)
+            return short_conv(flat_BLX, taps_X4, context).reshape(heads_BLHC.shape)
+
+        pairs = ((self.q_DGC, self.q_conv_X4), (self.k_DGC, self.k_conv_X4), (self.v_DHM, self.v_conv_X4))
+        return [of(weight[...], taps[...]) for weight, taps in pairs]
 
     def _log_decay(self, x_BLD):
         low_BLR = project("bld,dr->blr", x_BLD, self.decay_down_DR[...])

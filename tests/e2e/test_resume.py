@@ -14,6 +14,7 @@ from rich.console import Console
 from moejax.checkpoint.layout import LayoutError
 from moejax.checkpoint.store import MissingCheckpointError
 from moejax.config.load import load_config
+from moejax.config.moe import AdaptiveConfig, CopiesConfig
 from moejax.observe import metrics
 from moejax.stages.pretrain import run
 
@@ -92,3 +93,30 @@ def test_8_then_4_then_1_devices_are_8_devices_up_to_rounding(tmp_path):
     np.testing.assert_allclose(losses["fewer"], losses["whole"], rtol=1e-6)
     for path, want in finals["whole"].items():
         np.testing.assert_allclose(finals["fewer"][path], want, rtol=0, atol=1e-6 * max(np.abs(want).max(), 1e-3), err_msg=path)
+
+
+@pytest.mark.slow
+def test_capacities_copies_and_homes_go_on_as_they_were(config, tmp_path):
+    """Experts move, are copied and get room at steps 2 and 4; a run that stops between them is the run that does not."""
+    adaptive = AdaptiveConfig(highest=4.0, lowest=0.5, patience=1, drop_rate=0.0, buffers=2)
+    moe = dataclasses.replace(
+        config.model.moe,
+        num_experts=8,
+        capacity_factor=0.5,
+        adaptive=adaptive,
+        copies=CopiesConfig(every=2, move=True, gain=0.0),
+        node_size=2,
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    text, want, losses = train(config, tmp_path / "whole", steps=6)
+    assert "capacity  buffers for" in text
+    train(config, tmp_path / "halves", steps=3)
+    _, got, again = train(config, tmp_path / "halves", steps=6)
+    assert again == losses
+    for path in want:
+        np.testing.assert_array_equal(got[path], want[path], err_msg=path)
+    factors = [array for path, array in want.items() if path.endswith("capacity/factor")]
+    homes = [array for path, array in want.items() if path.endswith("tables/position_E")]
+    assert factors and all((array > 0.5).all() for array in factors)
+    assert any((np.diff(array) != 1).any() for array in homes), "no expert moved"
+    assert all(array.size for array in want.values())

@@ -29,7 +29,7 @@ def test_a_run_that_learns_more_than_counting_succeeds_and_says_so(trained):
         "parameters,",
         "active a token",
         "kernels ",
-        "grouped_matmul xla",
+        "grouped_mlp xla",
         "bytes ",
         "optimizer adamw",
         "start     fresh weights, seed 0",
