@@ -112,7 +112,10 @@ def test_values_that_only_fit_together_are_checked_together():
             r"--mesh\.expret: there is no such field\. Did you mean --mesh\.expert.*mesh has: pipe, data, fsdp, expert",
         ),
         (["--model.num_experts", "4"], r"Did you mean --model\.moe\.num_experts"),
-        (["--model.moe.router.scroe", "x"], r"Did you mean --model\.moe\.router\.score.*model\.moe\.router has: score, logit_bias, correction_bias"),
+        (
+            ["--model.moe.router.scroe", "x"],
+            r"Did you mean --model\.moe\.router\.score.*model\.moe\.router has: score, logit_bias, correction_bias",
+        ),
         (["--data.sources.1.path", "x"], r"data\.sources has: 0"),
         (["--zzz"], r"--zzz: there is no such field\. At the top are: name, out_dir, mesh"),
         (["--mesh", "4"], r"--mesh is a group of fields, set one of them\. mesh has: pipe"),
