@@ -198,6 +198,7 @@ class MoEConfig:
             node_size=">= 0 (0: distance is not looked at)",
             overlap_chunks=">= 1",
         )
+        require(self.overflow_share <= 1, f"moe.overflow_share={self.overflow_share} is a share of a device's rows; at most 1 fits.")
         dropless, similar = self.capacity_factor == 0, self.overflow == "similar"
         refuse_unused("moe", self, "adaptive", "overflow", unless=not dropless, why="moe.capacity_factor=0, nothing is dropped")
         refuse_unused("moe", self, "overflow_share", "overflow_candidates", unless=similar, why=f"moe.overflow is {self.overflow!r}")

@@ -242,19 +242,21 @@ def plan(
     num_nodes: int = 1,
     together_EE=None,
     keep: Plan | None = None,
+    move: bool = True,
     gain: float = 0.05,
 ) -> Plan:
     """Homes and copies for the loads seen lately; changes what is in force only where that pays.
 
     New copies cost nothing beyond the fetch that every step makes, new homes move weights and optimizer state. So homes stay unless
-    moving them is predicted to lower the largest device load by `gain` of the mean below what new copies alone reach, and everything
-    stays unless a change lowers it by `gain`. Grouping by `together_EE` is not weighed: plan without `keep` to have it made.
+    moving them is predicted to lower the largest device load by more than `gain` of the mean below what new copies alone reach, or to bring
+    such a share of the pairs in `together_EE` into one node at no such price; and everything stays unless a change gains as much.
 
     Args:
       load_E: rows of each logical expert.
       together_EE: as for `place`.
       keep: the plan in force, for as many experts, devices and copies; None to plan afresh.
-      gain: part of the mean device load.
+      move: False: homes stay whatever it would bring.
+      gain: part of the mean device load, or of the pairs.
 
     Returns:
       `keep` itself if it stays.
@@ -275,16 +277,31 @@ def plan(
         )
         return Plan(expert_at_E=expert_at_E, copy_SC=copy_SC, share_SC=share_SC)
 
-    def peak(plan):
-        return max_over_mean(device_load_S(load_E[plan.expert_at_E], plan.copy_SC, plan.share_SC, num_devices))
-
-    moved = with_copies(place(load_E, num_devices=num_devices, num_nodes=num_nodes, together_EE=together_EE))
+    peak = lambda plan: peak_load(plan, load_E)
+    afresh = lambda: with_copies(place(load_E, num_devices=num_devices, num_nodes=num_nodes, together_EE=together_EE))
     if keep is None:
-        return moved
+        return afresh()
     stayed = with_copies(keep.expert_at_E)
-    if peak(keep) - min(peak(moved), peak(stayed)) < gain:
-        return keep
-    return stayed if peak(stayed) - peak(moved) < gain else moved
+    if move:
+        moved, apart = afresh(), lambda plan: 0.0 if together_EE is None else pairs_apart(plan, together_EE, num_nodes)
+        falls = min(peak(keep), peak(stayed)) - peak(moved)
+        if falls > gain or (apart(keep) - apart(moved) > gain and falls >= -gain):
+            return moved
+    return stayed if peak(keep) - peak(stayed) > gain else keep
+
+
+def peak_load(plan: Plan, load_E) -> float:
+    """Largest load of a device over the mean, for the rows of each logical expert."""
+    load_S = device_load_S(_loads(load_E)[plan.expert_at_E], plan.copy_SC, plan.share_SC, len(plan.copy_SC))
+    return max_over_mean(load_S)
+
+
+def pairs_apart(plan: Plan, together_EE, num_nodes: int) -> float:
+    """Share of the pairs of experts chosen by one token that no node holds together, homes alone."""
+    node_E = np.empty(plan.expert_at_E.size, int)
+    node_E[plan.expert_at_E] = np.arange(node_E.size) // (node_E.size // num_nodes)
+    pairs_EE = np.asarray(together_EE) * ~np.eye(node_E.size, dtype=bool)
+    return float(pairs_EE[node_E[:, None] != node_E].sum() / max(pairs_EE.sum(), 1))
 
 
 def _loads(load_E) -> np.ndarray:

@@ -4,10 +4,8 @@ Part of the train state: a tree by section and place of dicts, entries of `unit`
 placements are decided on the host now and then, and enter the step as arrays. Nothing here makes a step compile anew.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,16 +122,24 @@ def decide(config: ModelConfig, control: dict, *, num_devices: int) -> tuple[dic
       the control with them, and loads from 0 again; for layers whose experts move, the slots [E] or [n, E] where the weights of each slot
       lie now, by section and place; and the largest load of a device over the mean, expected before and after.
     """
-    new, sources, loads = {}, {}, []
+    moe, new, sources, loads = config.moe, {}, {}, []
+    choose = functools.partial(
+        placement.plan,
+        num_devices=num_devices,
+        copies_per_device=moe.copies.per_device,
+        num_nodes=num_devices // moe.node_size if moe.node_size else 1,
+        move=moe.copies.move,
+        gain=moe.copies.gain,
+    )
     for section, places in control.items():
         new[section] = {}
         for place, state in places.items():
             stacked = np.ndim(state["load_E"]) == 2
             states = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(len(state["load_E"]))] if stacked else [state]
             old = [copies.plan_of(each["tables"], num_devices=num_devices) for each in states]
-            plans = [_next_plan(config, plan, each, num_devices=num_devices) for plan, each in zip(old, states, strict=True)]
+            plans = [choose(each["load_E"], together_EE=each.get("together_EE"), keep=plan) for plan, each in zip(old, states, strict=True)]
             loads += [
-                [_max_load(each, state["load_E"]) for each in pair]
+                [placement.peak_load(each, state["load_E"]) for each in pair]
                 for pair, state in zip(zip(old, plans, strict=True), states, strict=True)
             ]
             moved = [_sources(*pair) for pair in zip(old, plans, strict=True)]
@@ -149,39 +155,6 @@ def decide(config: ModelConfig, control: dict, *, num_devices: int) -> tuple[dic
 def _sources(old: placement.Plan, new: placement.Plan):
     """int32 [E], the slot where the weights of each slot of `new` lie under `old`."""
     return np.argsort(old.expert_at_E)[new.expert_at_E].astype(np.int32)
-
-
-def _max_load(plan: placement.Plan, load_E) -> float:
-    """Largest load of a device over the mean."""
-    load_S = placement.device_load_S(np.asarray(load_E)[plan.expert_at_E], plan.copy_SC, plan.share_SC, len(plan.copy_SC))
-    return placement.max_over_mean(load_S)
-
-
-def _apart(plan: placement.Plan, together_EE, num_nodes: int) -> float:
-    """Share of the pairs of experts chosen by one token that no node holds together."""
-    node_E = np.empty(plan.expert_at_E.size, int)
-    node_E[plan.expert_at_E] = np.arange(node_E.size) // (node_E.size // num_nodes)
-    pairs_EE = np.asarray(together_EE) * ~np.eye(node_E.size, dtype=bool)
-    return float(pairs_EE[node_E[:, None] != node_E].sum() / max(pairs_EE.sum(), 1))
-
-
-def _next_plan(config: ModelConfig, old: placement.Plan, state: dict, *, num_devices: int) -> placement.Plan:
-    """The placement that loads ask for, or the old one if it brings too little."""
-    settings, load_E, together_EE = config.moe.copies, np.asarray(state["load_E"]), state.get("together_EE")
-    options: dict[str, Any] = {"num_devices": num_devices, "copies_per_device": settings.per_device}
-    nodes = num_devices // config.moe.node_size if config.moe.node_size else 1
-    copy_SC, share_SC = placement.copies(load_E[old.expert_at_E], node_size=num_devices // nodes, **options)
-    stayed = dataclasses.replace(old, copy_SC=copy_SC, share_SC=share_SC)
-    if _max_load(stayed, load_E) >= _max_load(old, load_E) - settings.gain:
-        stayed = old
-    if not settings.move:
-        return stayed
-    if together_EE is None:
-        return placement.plan(load_E, num_nodes=1, keep=old, gain=settings.gain, **options)
-    new = placement.plan(load_E, num_nodes=nodes, together_EE=np.asarray(together_EE), **options)
-    rises = _max_load(new, load_E) - _max_load(stayed, load_E)
-    closer = _apart(stayed, together_EE, nodes) - _apart(new, together_EE, nodes)
-    return new if -rises > settings.gain or (closer > settings.gain and rises <= settings.gain) else stayed
 
 
 def move_experts(tree, sources: dict):
