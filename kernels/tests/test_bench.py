@@ -1,7 +1,6 @@
 """kernels/bench: what is compared gives the same values and gradients, and the report says who is how much faster."""
 
 import dataclasses
-import pathlib
 
 import jax
 import numpy as np
@@ -10,16 +9,13 @@ from moejax_kernels.causal_conv.cases import ConvCase
 from moejax_kernels.delta_cases import DeltaCase
 from moejax_kernels.grouped_matmul.cases import GroupedCase
 from moejax_kernels.grouped_mlp.cases import MLPCase
+from scripts import scripts
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "bench"))
-    import measure
-    import run
-    import ways
-
-    return measure, ways, run
+def bench():
+    with scripts("kernels/bench", "measure", "ways", "run") as modules:
+        yield modules
 
 
 SAME = {

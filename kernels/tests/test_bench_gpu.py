@@ -1,24 +1,21 @@
 """kernels/bench/gpu.py without a GPU: its dry run, and that what is wrong gets no speed."""
 
 import json
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from moejax_kernels.grouped_matmul.cases import GroupedCase
 from moejax_kernels.survey import TABLES
+from scripts import scripts
 
 CASE = GroupedCase("tiny", 40, 5, 7, (0, 13, 0, 0, 20, 0))
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "bench"))
-    import calls
-    import gpu
-
-    return gpu, calls
+def bench():
+    with scripts("kernels/bench", "gpu", "calls") as modules:
+        yield modules
 
 
 def dry_run(gpu, tmp_path, *ops):

@@ -1,25 +1,16 @@
 """The three ways of experiments/moe_layer_speed do the same work."""
 
-import importlib
-import pathlib
-import sys
-
 import jax
 import pytest
+from scripts import scripts
 
 from moejax.parallel.mesh import mesh_from
 
-FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "moe_layer_speed"
-
 
 @pytest.fixture
-def experiment(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in ("layers", "run"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("run")
-    for name in ("layers", "run"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def experiment():
+    with scripts("experiments/moe_layer_speed", "run") as (module,):
+        yield module
 
 
 def test_values_and_gradients_of_the_measured_layers_are_the_same(experiment):
