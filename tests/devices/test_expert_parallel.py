@@ -171,24 +171,39 @@ def placed(inputs, expert_at_E):
     return x, ids, probs, {name: array[expert_at_E] for name, array in weights.items()}, dy
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "hierarchical"])
+def placement_for(ids_BLK, *, move: bool) -> placement.Plan:
+    """Two copies on each of four devices for the busiest experts; with `move` other homes too."""
+    load_E = np.bincount(ids_BLK[ids_BLK >= 0], minlength=EXPERTS)
+    at_E = placement.place(load_E, num_devices=4) if move else np.arange(EXPERTS, dtype=np.int32)
+    copy_SC, share_SC = placement.copies(load_E[at_E], num_devices=4, copies_per_device=2)
+    assert (copy_SC >= 0).sum() >= 2
+    return placement.Plan(expert_at_E=at_E, copy_SC=copy_SC, share_SC=share_SC)
+
+
+HIERARCHY = {"transport": "hierarchical", "node_size": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, HIERARCHY, {"capacity_factor": 8.0, "overlap_chunks": 2}, HIERARCHY | {"capacity_factor": 8.0, "overlap_chunks": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("move", [False, True], ids=["copies", "copies and other homes"])
-def test_copies_and_other_homes_change_no_value_and_no_gradient(move, transport):
+def test_copies_and_other_homes_change_no_value_and_no_gradient(move, changes):
     """Gradients of copies are summed at home: they equal those of the experts that nobody copied."""
-    config = dataclasses.replace(CONFIG, transport=transport, node_size=2 if transport == "hierarchical" else 0)
+    config = dataclasses.replace(CONFIG, **changes)
     with jax.enable_x64():
         inputs = arrays("float64")
-        load_E = np.bincount(inputs[1][inputs[1] >= 0], minlength=EXPERTS)
-        at_E = placement.place(load_E, num_devices=4) if move else np.arange(EXPERTS, dtype=np.int32)
-        copy_SC, share_SC = placement.copies(load_E[at_E], num_devices=4, copies_per_device=2)
-        plan = placement.Plan(expert_at_E=at_E, copy_SC=copy_SC, share_SC=share_SC)
-        assert (copy_SC >= 0).sum() >= 2
-        y_BLD, (dx, dprobs, dweights), report = run(config, placed(inputs, at_E), {"tables": copies.tables(plan)}, fsdp=2, expert=4)
+        plan = placement_for(inputs[1], move=move)
+        control, at_E = {"tables": copies.tables(plan)}, plan.expert_at_E
+        if config.capacity_factor:
+            control["capacity_factor"] = np.float32(config.capacity_factor)
+        y_BLD, (dx, dprobs, dweights), report = run(config, placed(inputs, at_E), control, fsdp=2, expert=4)
         want_y, (want_dx, want_dprobs, want_dweights) = definition(inputs)
         check((y_BLD, dx, dprobs), (want_y, want_dx, want_dprobs), TOLERANCE["float64"])
         check(dweights, {name: array[at_E] for name, array in want_dweights.items()}, TOLERANCE["float64"])
         assert report["dropped"] == 0
-        if transport == "hierarchical":
+        if config.node_size:
             assert report["distance_rows_3"].sum() == (inputs[1] >= 0).sum()
 
 
@@ -227,16 +242,18 @@ def test_a_traced_capacity_below_the_buffer_drops_as_a_buffer_of_that_size():
     assert run(dataclasses.replace(CONFIG, capacity_factor=0.95 * enough), inputs, fsdp=2, expert=4)[2]["dropped"] > 0
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "hierarchical"])
-def test_every_row_and_every_weight_is_accounted_for_under_a_capacity(transport):
-    config = dataclasses.replace(CONFIG, capacity_factor=0.5, transport=transport, node_size=2 if transport == "hierarchical" else 0)
+@pytest.mark.parametrize("with_copies", [False, True], ids=["homes alone", "copies"])
+@pytest.mark.parametrize("changes", [{}, HIERARCHY, {"overlap_chunks": 2}, HIERARCHY | {"overlap_chunks": 2}], ids=str)
+def test_every_row_and_every_weight_is_accounted_for_under_a_capacity(changes, with_copies):
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5, **changes)
     x, ids, probs, weights, dy = arrays("float32")
     ones = {
         "gate_EDF": np.ones_like(weights["gate_EDF"]),
         "up_EDF": np.ones_like(weights["up_EDF"]),
         "down_EFD": np.ones_like(weights["down_EFD"]),
     }
-    y_BLD, _, report = run(config, (np.ones_like(x), ids, probs, ones, dy), fsdp=2, expert=4)
+    control = {"tables": copies.tables(placement_for(ids, move=False))} if with_copies else {}
+    y_BLD, _, report = run(config, (np.ones_like(x), ids, probs, ones, dy), control, fsdp=2, expert=4)
     unit = run(CONFIG, (np.ones_like(x), ids, np.ones_like(probs), ones, dy))[0][0, 0, 0] / CHOSEN  # what one row of weight 1 gives
     total_BL = np.where(ids >= 0, probs, 0).sum(-1)
     got_BL = y_BLD[..., 0] / unit
