@@ -15,7 +15,9 @@ IGNORED = -100
 LEAST_BYTES = 32 * 2**20
 """Logits and their gradients may fill as much at a time in any case; half of the hidden states' gradient where that is more."""
 FEW_TOKENS = 256
-"""Below as many at a time, a pass over the whole head for each of them costs more than making the logits a second time."""
+"""With fewer at a time, the passes over the whole head cost more than making the logits a second time."""
+FEW_COLUMNS = 1024
+"""With fewer at a time, the passes over the hidden states' gradient would."""
 
 
 class CrossEntropy(NamedTuple):
@@ -43,6 +45,7 @@ def cross_entropy(
     chunk_vocab: int = 0,
     gradients: Literal["forward", "recompute"] = "forward",
     vocab_axis: str | None = None,
+    width_axes: tuple[str, ...] = (),
 ) -> CrossEntropy:
     """Sums of the next-token loss, in a scan over chunks of L, and inside each over pieces of the vocabulary.
 
@@ -52,7 +55,7 @@ def cross_entropy(
 
     Only L and V are cut: B stays as it is spread over devices. At most B * chunk_tokens * chunk_vocab logits and their gradients exist at a
     time, and the hidden states' gradient in float32. Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside
-    shard_map over rows, with the head marked as varying and the sums psummed, both happen once.
+    shard_map over rows, with the whole head marked as varying and the sums psummed, both happen once, and with width_axes piece by piece.
 
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
@@ -68,6 +71,9 @@ def cross_entropy(
       vocab_axis: inside shard_map, the mesh axis that splits V; unembed_DV is then this device's part, in the axis's order, while hidden
         states and targets are the same along it. Each device streams its part; logsumexp and target logits meet for each chunk of tokens,
         the hidden states' gradients when shard_map or `pcast` sums them.
+      width_axes: inside shard_map over rows, those of the mesh axes that split D of the head too; unembed_DV is then this device's part.
+        The sums are those of all their devices. Pieces of the head are gathered in the hidden states' dtype where they are used, and
+        gradients scattered in float32; a vocabulary of one piece is gathered once.
 
     Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989); streaming over the vocabulary as in
     Cut Cross-Entropy, Wijmans et al. 2024 (arXiv 2411.09009).
@@ -78,42 +84,44 @@ def cross_entropy(
     z_coef, targets_BL = jnp.asarray(z_coef, wide), jnp.asarray(targets_BL)
     weights_BL = jnp.where(targets_BL == IGNORED, 0, jnp.asarray(weights_BL).astype(wide))
     tokens, piece = chunks(hidden_BLD, unembed_DV, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
-    how = Vocabulary(piece, logit_cap, vocab_axis)
+    in_pieces = piece < unembed_DV.shape[1]
+    if width_axes and not in_pieces:
+        unembed_DV = jax.lax.all_gather(unembed_DV, width_axes, axis=0, tiled=True)
+    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else ())
     statics = _Statics(tokens, how, gradients, (hidden_BLD.dtype, unembed_DV.dtype))
     sums = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef))
-    if vocab_axis:
-        sums = jax.lax.psum(sums, vocab_axis)
-    return CrossEntropy(*sums, weights_BL.sum())
+    # devices on one axis hold parts of the same tokens' loss, on the others different tokens; all have the same cotangent, as their sum has
+    sums = jax.lax.psum(sums, (vocab_axis, *width_axes) if vocab_axis else width_axes)
+    return CrossEntropy(*sums, jax.lax.psum(weights_BL.sum(), width_axes))
 
 
 def chunks(hidden_BLD, unembed_DV, *, chunk_tokens: int = 0, chunk_vocab: int = 0) -> tuple[int, int]:
-    """Positions per chunk and columns per piece; what is 0 is chosen so that logits and their gradients stay in LEAST_BYTES, or in half
-    of the hidden states' gradient in float32 where that is more.
+    """Positions per chunk and columns per piece. What is 0 is chosen so that logits and their gradients fit LEAST_BYTES, or half of the
+    hidden states' gradient in float32 where that is more, and so does what one piece adds to the head's gradient.
 
-    All at once if they fit; else the whole vocabulary, if that leaves FEW_TOKENS and the head is small or needs no cast; else as many
-    tokens as fit with a thousand columns, and then as many columns as fit.
+    The whole vocabulary, if that leaves room for FEW_TOKENS; else as many tokens as fit with FEW_COLUMNS, and then as many columns as fit.
     """
     (rows, length, width), columns = hidden_BLD.shape, unembed_DV.shape[1]
-    wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32)
-    room_bytes = max(LEAST_BYTES, rows * length * width * wide.itemsize // 2)
-    room = room_bytes // (wide.itemsize + hidden_BLD.dtype.itemsize)  # logits that fit
+    wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32).itemsize
+    room_bytes = max(LEAST_BYTES, rows * length * width * wide // 2)
+    room = room_bytes // (wide + hidden_BLD.dtype.itemsize)  # logits
+    most_columns = min(columns, max(room_bytes // (wide * width), FEW_COLUMNS))
     tokens, piece = min(chunk_tokens or length, length), min(chunk_vocab or columns, columns)
-    cast_bytes = width * columns * hidden_BLD.dtype.itemsize if unembed_DV.dtype != hidden_BLD.dtype else 0
-    if chunk_vocab == 0 and (rows * tokens * columns > room or cast_bytes > room_bytes):
-        few = tokens if chunk_tokens else -(-FEW_TOKENS // rows)
-        if rows * min(few, tokens) * columns > room or cast_bytes > room_bytes:
-            narrow = min(1024, columns)
-            piece = max(room // (rows * min(tokens, max(room // (rows * narrow), 1))), narrow)
-            piece = _even(columns, min(piece, columns), multiple=128)
+    few = tokens if chunk_tokens else min(-(-FEW_TOKENS // rows), length)
+    if chunk_vocab == 0 and (rows * few * columns > room or columns > most_columns):
+        tokens = tokens if chunk_tokens else _even(length, room // (rows * FEW_COLUMNS))
+        piece = max(room // (rows * tokens), FEW_COLUMNS)
+        piece = min(_even(columns, min(piece, most_columns), multiple=128), columns)
     if chunk_tokens == 0:
-        tokens = _even(length, min(max(room // (rows * piece), 1), length), multiple=1)
+        tokens = _even(length, room // (rows * piece))
     return tokens, piece
 
 
-def _even(size: int, part: int, *, multiple: int) -> int:
-    """Parts no larger than `part`, of which as many cover `size`, nearly alike and a multiple of `multiple`, or `part` if that is larger."""
-    even = -(-size // -(-size // part))
-    return min(-(-even // multiple) * multiple, part)
+def _even(size: int, largest: int, *, multiple: int = 1) -> int:
+    """The size of parts of which as few as can be cover `size`, nearly alike; at least a multiple, and at most `largest` else."""
+    largest = max(largest // multiple, 1) * multiple
+    even = -(-size // -(-size // largest))
+    return -(-even // multiple) * multiple
 
 
 class _Statics(NamedTuple):

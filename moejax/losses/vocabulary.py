@@ -16,6 +16,8 @@ class Vocabulary(NamedTuple):
     """Logits are cap * tanh(product / cap); 0: the product."""
     axis: str | None = None
     """Mesh axis over which the head's columns are spread, inside shard_map; each device streams its own."""
+    width_axes: tuple[str, ...] = ()
+    """Mesh axes over which the head's rows are spread; each piece is gathered, and its gradient scattered."""
 
 
 class Seen(NamedTuple):
@@ -96,6 +98,8 @@ def gradients(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC, seen: Seen, s
             dhidden_BCD += jnp.einsum("bcv,dv->bcd", dlogits_BCV, piece.weight_DV, preferred_element_type=wide)
         if dunembed_DV is not None:
             more_DV = jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV, preferred_element_type=dunembed_DV.dtype)
+            if how.width_axes:
+                more_DV = jax.lax.psum_scatter(more_DV, how.width_axes, scatter_dimension=0, tiled=True)
             sum_DV = jax.lax.dynamic_slice_in_dim(dunembed_DV, piece.start, how.piece, 1) + more_DV
             dunembed_DV = jax.lax.dynamic_update_slice_in_dim(dunembed_DV, sum_DV, piece.start, 1)
         return dhidden_BCD, dunembed_DV
@@ -119,6 +123,8 @@ def _piece(how: Vocabulary, i, dtype, unembed_DV, targets_BC) -> _Piece:
     num_columns = unembed_DV.shape[1]
     start = jnp.minimum(i * how.piece, num_columns - how.piece)
     weight_DV = jax.lax.dynamic_slice_in_dim(unembed_DV, start, how.piece, 1).astype(dtype)
+    if how.width_axes:
+        weight_DV = jax.lax.all_gather(weight_DV, how.width_axes, axis=0, tiled=True)
     columns_V = start + jnp.arange(how.piece)
     is_new_V = columns_V >= i * how.piece if num_columns % how.piece else None
     first = jax.lax.axis_index(how.axis) * num_columns if how.axis else 0
