@@ -93,6 +93,8 @@ class LossConfig:
     """Columns of the output projection whose logits exist at a time; model.vocab_size or more: all of them; 0: chosen with chunk_tokens."""
     gradients: Literal["forward", "recompute"] = "forward"
     """Next-token loss: form gradients in the forward sweep and hold them, or make the logits again in the backward pass."""
+    kernel: Literal["xla", "triton_gpu"] = "xla"
+    """What makes logits and their gradients: a library's matmul and XLA's fusions, or one Triton kernel that writes no float32 logits."""
     balance: Literal["none", "switch", "sequence", "global"] = "none"
     """Balance loss, E sum_e f_e P_e, taken per row, per document, or over the global batch. The last one routes every microbatch twice."""
     balance_coef: float = 1e-2

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from moejax_kernels.implementation import Implementation
 from moejax_kernels.varying import vary_alike
 
 from moejax.losses import vocabulary
@@ -46,16 +47,13 @@ def cross_entropy(
     gradients: Literal["forward", "recompute"] = "forward",
     vocab_axis: str | None = None,
     width_axes: tuple[str, ...] = (),
+    implementation: Implementation = "xla",
 ) -> CrossEntropy:
     """Sums of the next-token loss, in a scan over chunks of L, and inside each over pieces of the vocabulary.
 
-    Products with the head in a step, forward and backward: three where the vocabulary is one piece and gradients are formed in the
-    forward sweep, each logit made once; four otherwise, since a gradient needs the logsumexp of all pieces first. Of hidden states or of a
-    head that nobody differentiates (a frozen head) no gradient is made or kept. Without differentiation the logits alone are made.
-
-    Only L and V are cut: B stays as it is spread over devices. At most B * chunk_tokens * chunk_vocab logits and their gradients exist at a
-    time, and the hidden states' gradient in float32. Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside
-    shard_map over rows, with the whole head marked as varying and the sums psummed, both happen once, and with width_axes piece by piece.
+    Products with the head in a step: three if the vocabulary is one piece and gradients are formed in the forward sweep; else four, since a
+    gradient needs the logsumexp of all pieces. Hidden states or a head that nobody differentiates (frozen ones) get no gradient and cost a
+    product less. B is not cut: B * chunk_tokens * chunk_vocab logits and their gradients exist at a time.
 
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
@@ -64,16 +62,15 @@ def cross_entropy(
       weights_BL: float weight of each token; 0 leaves it out of values and gradients, exactly.
       z_coef: coefficient of the z-loss, a number or a scalar array.
       logit_cap: logits become cap * tanh(logits / cap), for all that is made of them; 0: they stay.
-      chunk_tokens: positions of each row per chunk; L need not be a multiple. 0: see `chunks`.
-      chunk_vocab: columns of the head per piece; V need not be a multiple. 0: see `chunks`.
-      gradients: "forward" forms the gradients of loss_sum beside it, and the backward pass only scales them: they are held in float32 from
-        one to the other. "recompute" keeps the inputs and a logsumexp per token, and makes the logits again in the backward pass.
-      vocab_axis: inside shard_map, the mesh axis that splits V; unembed_DV is then this device's part, in the axis's order, while hidden
-        states and targets are the same along it. Each device streams its part; logsumexp and target logits meet for each chunk of tokens,
-        the hidden states' gradients when shard_map or `pcast` sums them.
-      width_axes: inside shard_map over rows, those of the mesh axes that split D of the head too; unembed_DV is then this device's part.
-        The sums are those of all their devices. Pieces of the head are gathered in the hidden states' dtype where they are used, and
-        gradients scattered in float32; a vocabulary of one piece is gathered once.
+      chunk_tokens, chunk_vocab: positions of each row per chunk, and columns per piece, dividing or not. 0: see `chunks`.
+      gradients: "forward" forms the gradients of loss_sum beside it and holds them in float32; the backward pass only scales them.
+        "recompute" keeps the inputs and a logsumexp per token, and makes the logits again in the backward pass.
+      vocab_axis: inside shard_map, the mesh axis that splits V; unembed_DV is then this device's part, while hidden states and targets are
+        the same along it. Each device streams its part; logsumexps and target logits meet chunk by chunk, the hidden states' gradients
+        where shard_map or `pcast` sums them.
+      width_axes: inside shard_map over rows, those of the mesh axes that split D of the head too. The sums are those of all their devices.
+        Pieces are gathered in the hidden states' dtype where they are used, gradients scattered in float32; one piece is gathered once.
+      implementation: of `logit_sums` and `logit_gradients`. "triton_gpu" writes no float32 logits, and always takes four products.
 
     Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989); streaming over the vocabulary as in
     Cut Cross-Entropy, Wijmans et al. 2024 (arXiv 2411.09009).
@@ -87,7 +84,7 @@ def cross_entropy(
     in_pieces = piece < unembed_DV.shape[1]
     if width_axes and not in_pieces:
         unembed_DV = jax.lax.all_gather(unembed_DV, width_axes, axis=0, tiled=True)
-    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else ())
+    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else (), implementation)
     statics = _Statics(tokens, how, gradients, (hidden_BLD.dtype, unembed_DV.dtype))
     sums = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef))
     # devices on one axis hold parts of the same tokens' loss, on the others different tokens; all have the same cotangent, as their sum has

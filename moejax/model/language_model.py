@@ -5,14 +5,13 @@ import functools
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from moejax_kernels.logits.xla import logits as product
 
 from moejax.config.model import ModelConfig
 from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
-from moejax.losses.vocabulary import capped
 from moejax.model.context import Context, Switches
 from moejax.model.transformer import Transformer
 from moejax.parallel.axes import ROWS, RULES, TOKENS, sharding, spec
@@ -87,6 +86,7 @@ def cross_entropy_sums(
     chunk_tokens: int = 0,
     chunk_vocab: int = 0,
     gradients: Literal["forward", "recompute"] = "forward",
+    kernel: Literal["xla", "triton_gpu"] = "xla",
 ) -> CrossEntropy:
     """Sums of the next-token loss over a batch.
 
@@ -99,6 +99,7 @@ def cross_entropy_sums(
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
         gradients=gradients,
+        implementation=kernel,
     )
 
     arrays = (output.hidden_BLD, output.unembed_DV, batch.targets_BL, batch.weights_BL)
@@ -115,6 +116,5 @@ def cross_entropy_sums(
 def logits(config: ModelConfig, params: dict, batch, *, control: dict | None = None):
     """Logits [B, L, V] in float32 (float64 for a float64 model); `control` as in `forward`."""
     output = forward(config, params, batch, control=control)
-    wide = jnp.promote_types(output.hidden_BLD.dtype, jnp.float32)
     weight_DV = output.unembed_DV.astype(output.hidden_BLD.dtype)
-    return capped(jnp.einsum("bld,dv->blv", output.hidden_BLD, weight_DV, preferred_element_type=wide), output.logit_cap)
+    return product(output.hidden_BLD, weight_DV, logit_cap=output.logit_cap)

@@ -113,6 +113,7 @@ def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whol
         chunk_tokens=losses.chunk_tokens,
         chunk_vocab=losses.chunk_vocab,
         gradients=losses.gradients,
+        kernel=losses.kernel,
     )
     balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
     balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)

@@ -69,10 +69,9 @@ def test_no_device_ever_holds_the_whole_head_or_its_gradient():
     assert not re.search(rf"\[{D},({V}|{V // 4})\]", text)
 
 
-@pytest.mark.parametrize("chunk_vocab", [24, 64])
-def test_a_model_s_loss_and_gradients_are_one_device_s(chunk_vocab):
+def test_a_model_s_loss_and_gradients_are_one_device_s():
     config, batch = tiny.model("gqa", precision=tiny.FLOAT64), tiny.batch()
-    losses = LossConfig(z_coef=0.01, chunk_vocab=chunk_vocab)
+    losses = LossConfig(z_coef=0.01, chunk_vocab=24)
     with jax.enable_x64(True):
         run = lambda **sizes: tiny.gradients(config, losses, tiny.weights(config), batch, **sizes)
         got, want = run(data=2, fsdp=2, expert=2), run()
