@@ -18,6 +18,8 @@ from moejax_kernels import (
     index_kl,
     index_topk,
     kda,
+    logit_gradients,
+    logit_sums,
     permute,
     sparse_attention,
     unpermute,
@@ -212,6 +214,15 @@ def _group_ranks(case, dtype) -> Call:
     return Call(run=run, inputs=inputs, cotangents=(), unit="B", forward=forward, exact=True)
 
 
+def _logits(op, case, dtype) -> Call:
+    """One product; what is made of it is little beside that."""
+    inputs = case.arrays(dtype, seed=0)
+    if op is logit_sums:
+        inputs = {name: inputs[name] for name in ("hidden_TD", "weight_DV", "targets_T")}
+    run = lambda implementation, **inputs: op(**inputs, **case.options, implementation=implementation)
+    return Call(run=run, inputs=inputs, cotangents=(), unit="FLOP", forward=2 * case.tokens * case.columns * case.width)
+
+
 CALLS = {
     "kda": functools.partial(_delta, kda),
     "gated_delta": functools.partial(_delta, gated_delta),
@@ -224,6 +235,8 @@ CALLS = {
     "causal_conv": _causal_conv,
     "gated_activation": _gated_activation,
     "group_ranks": _group_ranks,
+    "logit_gradients": functools.partial(_logits, logit_gradients),
+    "logit_sums": functools.partial(_logits, logit_sums),
     "permute": _permute,
     "unpermute": _unpermute,
 }

@@ -229,7 +229,8 @@ def table(rows: list[Row], *, dry: bool) -> str:
 
 
 def cases_of(op: str, *, dry: bool) -> list:
-    module = importlib.import_module(f"moejax_kernels.{'permute' if op == 'unpermute' else op}.cases")
+    folder = {"unpermute": "permute", "logit_sums": "logits", "logit_gradients": "logits"}.get(op, op)
+    module = importlib.import_module(f"moejax_kernels.{folder}.cases")
     if dry and op == "gated_activation":  # its small cases are kinds alone
         return [
             ActivationCase(f"{options['kind']} {number}", 24, 40, tuple(options.items())) for number, options in enumerate(module.SMALL)

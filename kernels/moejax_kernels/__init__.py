@@ -13,6 +13,7 @@ from moejax_kernels.index_kl.api import index_kl
 from moejax_kernels.index_topk.api import index_topk
 from moejax_kernels.kda.api import kda
 from moejax_kernels.kda.shards import kda_shard_summary
+from moejax_kernels.logits.api import logit_gradients, logit_sums
 from moejax_kernels.permute.api import permute, unpermute
 from moejax_kernels.permute.plan import RowPlan
 from moejax_kernels.segments import Segments
@@ -35,6 +36,8 @@ __all__ = [
     "index_topk",
     "kda",
     "kda_shard_summary",
+    "logit_gradients",
+    "logit_sums",
     "permute",
     "sparse_attention",
     "unpermute",

@@ -11,6 +11,7 @@ from moejax_kernels.grouped_mlp import api as grouped_mlp
 from moejax_kernels.index_kl import api as index_kl
 from moejax_kernels.index_topk import api as index_topk
 from moejax_kernels.kda import api as kda
+from moejax_kernels.logits import api as logits
 from moejax_kernels.permute import api as permute
 from moejax_kernels.sparse_attention import api as sparse_attention
 
@@ -25,6 +26,8 @@ TABLES = {
     "index_kl": index_kl.IMPLEMENTATIONS,
     "index_topk": index_topk.IMPLEMENTATIONS,
     "kda": kda.IMPLEMENTATIONS,
+    "logit_gradients": logits.GRADIENTS,
+    "logit_sums": logits.SUMS,
     "permute": permute.PERMUTE,
     "sparse_attention": sparse_attention.IMPLEMENTATIONS,
     "unpermute": permute.UNPERMUTE,

@@ -98,6 +98,8 @@ class ModelConfig:
     """RMSNorm scales by 1 + w instead of w (Qwen3-Next)."""
     tie_embeddings: bool = False
     """The output projection is the embedding."""
+    logit_cap: float = 0.0
+    """Soft cap: logits become logit_cap * tanh(logits / logit_cap), in training and sampling (Gemma 2 has 30); 0: they stay."""
     init_std: float = 0.02
     """Standard deviation of the embedding's initial weights."""
     gqa: GQAConfig = GQAConfig()
@@ -123,6 +125,7 @@ class ModelConfig:
         require_ranges(
             "model", self, vocab_size=">= 1", width=">= 1", num_layers=">= 1", dense_hidden=">= 1", norm_eps="> 0", init_std=">= 0"
         )
+        require_ranges("model", self, logit_cap=">= 0 (0: none)")
         for field, names, legal in (("mixers", self.mixers, MIXERS), ("feed_forwards", self.feed_forwards, FEED_FORWARDS)):
             unknown = [name for name in names if name not in legal]
             require(bool(names) and not unknown, f"model.{field}={names} has {unknown or 'no entry'}; legal are {', '.join(legal)}.")

@@ -85,8 +85,16 @@ class LossConfig:
 
     z_coef: float = 0.0
     """Coefficient of the mean squared logsumexp of the output logits."""
-    chunk_tokens: int = 1024
-    """Tokens of a row whose logits exist at a time."""
+    average: Literal["tokens", "sequences"] = "tokens"
+    """What the next-token loss is a mean of, over the whole global batch: targets, or documents, each the mean of its own targets."""
+    chunk_tokens: int = 0
+    """Tokens of a row whose logits exist at a time; 0: chosen, with chunk_vocab, by bytes (see docs/model.md)."""
+    chunk_vocab: int = 0
+    """Columns of the output projection whose logits exist at a time; model.vocab_size or more: all of them; 0: chosen with chunk_tokens."""
+    gradients: Literal["forward", "recompute"] = "forward"
+    """Next-token loss: form gradients in the forward sweep and hold them, or make the logits again in the backward pass."""
+    kernel: Literal["xla", "triton_gpu"] = "xla"
+    """What makes logits and their gradients: a library's matmul and XLA's fusions, or one Triton kernel that writes no float32 logits."""
     balance: Literal["none", "switch", "sequence", "global"] = "none"
     """Balance loss, E sum_e f_e P_e, taken per row, per document, or over the global batch. The last one routes every microbatch twice."""
     balance_coef: float = 1e-2
@@ -103,7 +111,7 @@ class LossConfig:
     """Coefficient of the indexer's loss, summed over layers."""
 
     def __post_init__(self):
-        require_ranges("losses", self, chunk_tokens=">= 1")
+        require_ranges("losses", self, chunk_tokens=">= 0 (0: chosen)", chunk_vocab=">= 0 (0: chosen)")
 
     def check_coefficients(self) -> None:
         """Refuses negative coefficients, and those of losses that are not there. Not done when made: coefficients may be traced arrays."""

@@ -1,10 +1,24 @@
-"""Next-token cross-entropy whose logits never exist as a whole, and whose gradients are formed while they do."""
+"""Next-token cross-entropy whose logits never exist as a whole: a few tokens and a piece of the vocabulary at a time."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from moejax_kernels.implementation import Implementation
 from moejax_kernels.varying import vary_alike
+
+from moejax.losses import vocabulary
+from moejax.losses.vocabulary import Vocabulary
+
+IGNORED = -100
+"""A target that counts nowhere, whatever its weight."""
+LEAST_BYTES = 32 * 2**20
+"""Logits and their gradients may fill as much at a time in any case; half of the hidden states' gradient where that is more."""
+FEW_TOKENS = 256
+"""With fewer at a time, the passes over the whole head cost more than making the logits a second time."""
+FEW_COLUMNS = 1024
+"""With fewer at a time, the passes over the hidden states' gradient would."""
 
 
 class CrossEntropy(NamedTuple):
@@ -20,104 +34,205 @@ class CrossEntropy(NamedTuple):
     """Sum of the weights."""
 
 
-def cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, *, z_coef=0.0, chunk_tokens: int) -> CrossEntropy:
-    """Sums of the next-token loss, chunked along L in a scan that forms the gradients of loss_sum as it goes.
+def cross_entropy(
+    hidden_BLD,
+    unembed_DV,
+    targets_BL,
+    weights_BL,
+    *,
+    z_coef=0.0,
+    logit_cap: float = 0.0,
+    chunk_tokens: int = 0,
+    chunk_vocab: int = 0,
+    gradients: Literal["forward", "recompute"] = "forward",
+    vocab_axis: str | None = None,
+    width_axes: tuple[str, ...] = (),
+    implementation: Implementation = "xla",
+) -> CrossEntropy:
+    """Sums of the next-token loss, in a scan over chunks of L, and inside each over pieces of the vocabulary.
 
-    A step thus multiplies three times by the head and makes each logit once: the backward pass only scales what the forward pass
-    left, the hidden states' gradient and the head's. Without differentiation the logits alone are made.
-
-    Only L is cut: B stays as it is spread over devices. At most B * chunk_tokens * V logits and their gradients exist at a time, and
-    the hidden states' gradient in float32. Under plain jit on a mesh each chunk gathers the head and reduces its gradient; inside
-    shard_map over rows, with the head marked as varying and the sums psummed, both happen once.
+    Products with the head in a step: three if the vocabulary is one piece and gradients are formed in the forward sweep; else four, since a
+    gradient needs the logsumexp of all pieces. Hidden states or a head that nobody differentiates (frozen ones) get no gradient and cost a
+    product less. B is not cut: B * chunk_tokens * chunk_vocab logits and their gradients exist at a time.
 
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
-      unembed_DV: output projection in any float dtype; its gradient is summed over chunks in float32, or wider if it is.
-      targets_BL: integers; any value where the weight is 0.
+      unembed_DV: output projection in any float dtype, cast piece by piece; its gradient is summed in float32, or wider if it is.
+      targets_BL: integers; IGNORED (-100) leaves a token out whatever its weight, and where the weight is 0 any value does.
       weights_BL: float weight of each token; 0 leaves it out of values and gradients, exactly.
       z_coef: coefficient of the z-loss, a number or a scalar array.
-      chunk_tokens: positions of each row per chunk; L need not be a multiple.
+      logit_cap: logits become cap * tanh(logits / cap), for all that is made of them; 0: they stay.
+      chunk_tokens, chunk_vocab: positions of each row per chunk, and columns per piece, dividing or not. 0: see `chunks`.
+      gradients: "forward" forms the gradients of loss_sum beside it and holds them in float32; the backward pass only scales them.
+        "recompute" keeps the inputs and a logsumexp per token, and makes the logits again in the backward pass.
+      vocab_axis: inside shard_map, the mesh axis that splits V; unembed_DV is then this device's part, while hidden states and targets are
+        the same along it. Each device streams its part; logsumexps and target logits meet chunk by chunk, the hidden states' gradients
+        where shard_map or `pcast` sums them.
+      width_axes: inside shard_map over rows, those of the mesh axes that split D of the head too. The sums are those of all their devices.
+        Pieces are gathered in the hidden states' dtype where they are used, gradients scattered in float32; one piece is gathered once.
+      implementation: of `logit_sums` and `logit_gradients`. "triton_gpu" writes no float32 logits, and always takes four products.
 
-    Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989).
+    Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989); streaming over the vocabulary as in
+    Cut Cross-Entropy, Wijmans et al. 2024 (arXiv 2411.09009).
     """
+    if gradients not in ("forward", "recompute"):
+        raise ValueError(f"cross_entropy: gradients={gradients!r} must be 'forward' or 'recompute'.")
     wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32)
-    z_coef = jnp.asarray(z_coef, wide)
-    weights_BL = jnp.asarray(weights_BL).astype(wide)
-    statics = _Statics(chunk_tokens, (hidden_BLD.dtype, unembed_DV.dtype))
-    loss_sum, nll_sum, z_sum = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, jnp.asarray(targets_BL), weights_BL, z_coef))
-    return CrossEntropy(loss_sum, nll_sum, z_sum, weights_BL.sum())
+    z_coef, targets_BL = jnp.asarray(z_coef, wide), jnp.asarray(targets_BL)
+    weights_BL = jnp.where(targets_BL == IGNORED, 0, jnp.asarray(weights_BL).astype(wide))
+    tokens, piece = chunks(hidden_BLD, unembed_DV, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
+    in_pieces = piece < unembed_DV.shape[1]
+    if width_axes and not in_pieces:
+        unembed_DV = jax.lax.all_gather(unembed_DV, width_axes, axis=0, tiled=True)
+    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else (), implementation)
+    statics = _Statics(tokens, how, gradients, (hidden_BLD.dtype, unembed_DV.dtype))
+    sums = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef))
+    # devices on one axis hold parts of the same tokens' loss, on the others different tokens; all have the same cotangent, as their sum has
+    sums = jax.lax.psum(sums, (vocab_axis, *width_axes) if vocab_axis else width_axes)
+    return CrossEntropy(*sums, jax.lax.psum(weights_BL.sum(), width_axes))
+
+
+def chunks(hidden_BLD, unembed_DV, *, chunk_tokens: int = 0, chunk_vocab: int = 0) -> tuple[int, int]:
+    """Positions per chunk and columns per piece. What is 0 is chosen so that logits and their gradients fit LEAST_BYTES, or half of the
+    hidden states' gradient in float32 where that is more, and so does what one piece adds to the head's gradient.
+
+    The whole vocabulary, if that leaves room for FEW_TOKENS; else as many tokens as fit with FEW_COLUMNS, and then as many columns as fit.
+    """
+    (rows, length, width), columns = hidden_BLD.shape, unembed_DV.shape[1]
+    wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32).itemsize
+    room_bytes = max(LEAST_BYTES, rows * length * width * wide // 2)
+    room = room_bytes // (wide + hidden_BLD.dtype.itemsize)  # logits
+    most_columns = min(columns, max(room_bytes // (wide * width), FEW_COLUMNS))
+    tokens, piece = min(chunk_tokens or length, length), min(chunk_vocab or columns, columns)
+    few = tokens if chunk_tokens else min(-(-FEW_TOKENS // rows), length)
+    if chunk_vocab == 0 and (rows * few * columns > room or columns > most_columns):
+        tokens = tokens if chunk_tokens else _even(length, room // (rows * FEW_COLUMNS))
+        piece = max(room // (rows * tokens), FEW_COLUMNS)
+        piece = min(_even(columns, min(piece, most_columns), multiple=128), columns)
+    if chunk_tokens == 0:
+        tokens = _even(length, room // (rows * piece))
+    return tokens, piece
+
+
+def _even(size: int, largest: int, *, multiple: int = 1) -> int:
+    """The size of parts of which as few as can be cover `size`, nearly alike; at least a multiple, and at most `largest` else."""
+    largest = max(largest // multiple, 1) * multiple
+    even = -(-size // -(-size // largest))
+    return -(-even // multiple) * multiple
 
 
 class _Statics(NamedTuple):
     """What is known when a step is compiled."""
 
     chunk_tokens: int
+    how: Vocabulary
+    gradients: str
     dtypes: tuple[Any, Any]
     """Of the hidden states' and the head's gradient, which are rounded once, after the incoming cotangent has scaled them."""
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Whose gradient is asked for."""
+
+    hidden: bool
+    unembed: bool
+
+
 def _values(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """loss_sum, nll_sum, z_sum; the gradient is that of the first."""
-    head_DV = unembed_DV.astype(hidden_BLD.dtype)
-    chunks = _cut((hidden_BLD, targets_BL, weights_BL), statics.chunk_tokens)
-    _, sums_N2 = jax.lax.scan(lambda _, chunk: (None, _read(chunk, head_DV).sums_2), None, chunks)
+    """This device's loss_sum, nll_sum, z_sum; the gradient is that of the first."""
+
+    def one_chunk(_, chunk):
+        hidden_BCD, targets_BC, weights_BC = chunk
+        return None, _parts(statics.how, vocabulary.read(statics.how, hidden_BCD, unembed_DV, targets_BC), weights_BC, z_coef).sums_2
+
+    _, sums_N2 = _over_tokens(statics, one_chunk, None, (hidden_BLD, targets_BL, weights_BL))
     return _with_loss(sums_N2, z_coef)
 
 
-def _save(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef):
-    """The sums, and the gradients of the loss to hidden states, head, weights and z_coef."""
-    head_DV = unembed_DV.astype(hidden_BLD.dtype)
+def _save(statics: _Statics, *primals):
+    """The sums, and what the backward pass needs: the gradients themselves, or what they are made from."""
+    hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef = (primal.value for primal in primals)
+    wanted = _Wanted(primals[0].perturbed, primals[1].perturbed)
+    forward = statics.gradients == "forward"
 
     def one_chunk(dunembed_DV, chunk):
-        hidden_BCD, _, weights_BC = chunk
-        seen = _read(chunk, head_DV)
-        slope_BC1 = (weights_BC * (1 + 2 * z_coef * seen.lse_BC))[..., None]
-        probs_BCV = jnp.exp(seen.logits_BCV - seen.lse_BC[..., None])
-        dlogits_BCV = (slope_BC1 * probs_BCV - jnp.where(seen.is_target_BCV, weights_BC[..., None], 0)).astype(hidden_BCD.dtype)
-        dhidden_BCD = jnp.einsum("bcv,dv->bcd", dlogits_BCV, head_DV, preferred_element_type=weights_BC.dtype)
-        dunembed_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV, preferred_element_type=dunembed_DV.dtype)
-        return dunembed_DV, (seen.sums_2, dhidden_BCD, seen.nll_BC + z_coef * seen.lse_BC**2)
+        hidden_BCD, targets_BC, weights_BC = chunk
+        seen = vocabulary.read(statics.how, hidden_BCD, unembed_DV, targets_BC)
+        parts = _parts(statics.how, seen, weights_BC, z_coef)
+        if not forward:
+            return dunembed_DV, (parts, seen.lse_BC)
+        dhidden_BCD, dunembed_DV = _chunk_gradients(statics, wanted, chunk, unembed_DV, z_coef, seen, dunembed_DV)
+        return dunembed_DV, (parts, dhidden_BCD)
 
-    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.promote_types(unembed_DV.dtype, weights_BL.dtype))
-    chunks = _cut((hidden_BLD, targets_BL, weights_BL), statics.chunk_tokens)
-    dunembed_DV, (sums_N2, dhidden_NBCD, loss_NBC) = jax.lax.scan(one_chunk, vary_alike(zeros_DV, hidden_BLD)[0], chunks)
-    join = lambda array_NBC: _join(array_NBC)[:, : hidden_BLD.shape[1]]
-    sums = _with_loss(sums_N2, z_coef)
-    return sums, (join(dhidden_NBCD), dunembed_DV, join(loss_NBC), sums[2])
+    start = _zeros_DV(unembed_DV, hidden_BLD, weights_BL) if forward and wanted.unembed else None
+    dunembed_DV, (parts, rest_NBC) = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL))
+    sums = _with_loss(parts.sums_2, z_coef)
+    rest_BL, loss_BL = (_join(array_NBC, hidden_BLD.shape[1]) for array_NBC in (rest_NBC, parts.loss_BC))
+    if forward:
+        return sums, (rest_BL, dunembed_DV, loss_BL, sums[2])
+    inputs = (hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef)
+    return sums, (wanted, inputs, rest_BL, loss_BL, sums[2])
 
 
-def _grads(statics: _Statics, gradients, cotangents):
-    of_loss, of_nll, of_z = cotangents
+def _grads(statics: _Statics, saved, cotangents):
+    of_loss, of_nll, of_z = (jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
     scale = jnp.where((of_nll == 0) & (of_z == 0), of_loss, jnp.nan)
-    *of_weights, dloss_BL, z_sum = (scale * x for x in gradients)
-    dhidden_BLD, dunembed_DV = (x.astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True))
-    return dhidden_BLD, dunembed_DV, None, dloss_BL, z_sum
+    if statics.gradients == "forward":
+        *of_weights, loss_BL, z_sum = saved
+    else:
+        wanted, inputs, lse_BL, loss_BL, z_sum = saved
+        of_weights = _again(statics, wanted, *inputs, lse_BL)
+    dhidden_BLD, dunembed_DV = (
+        None if x is None else (scale * x).astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True)
+    )
+    return dhidden_BLD, dunembed_DV, None, scale * loss_BL, scale * z_sum
 
 
 _sums = jax.custom_vjp(_values, nondiff_argnums=(0,))
-_sums.defvjp(_save, _grads)
+_sums.defvjp(_save, _grads, symbolic_zeros=True)
 
 
-class _Seen(NamedTuple):
-    """What one chunk's logits tell."""
+def _again(statics: _Statics, wanted: _Wanted, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef, lse_BL):
+    """Gradients of hidden states and head, from the logsumexp that the forward pass found."""
 
-    logits_BCV: jax.Array
-    is_target_BCV: jax.Array
-    lse_BC: jax.Array
-    nll_BC: jax.Array
+    def one_chunk(dunembed_DV, chunk):
+        *chunk, lse_BC = chunk
+        seen = vocabulary.Seen(lse_BC, None, None)
+        dhidden_BCD, dunembed_DV = _chunk_gradients(statics, wanted, chunk, unembed_DV, z_coef, seen, dunembed_DV)
+        return dunembed_DV, dhidden_BCD
+
+    start = _zeros_DV(unembed_DV, hidden_BLD, weights_BL) if wanted.unembed else None
+    dunembed_DV, dhidden_NBCD = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL, lse_BL))
+    return _join(dhidden_NBCD, hidden_BLD.shape[1]), dunembed_DV
+
+
+def _chunk_gradients(statics: _Statics, wanted: _Wanted, chunk, unembed_DV, z_coef, seen: vocabulary.Seen, dunembed_DV):
+    """The hidden states' gradient of one chunk, and the head's with this chunk's added."""
+    hidden_BCD, targets_BC, weights_BC = chunk
+    slope_BC = weights_BC * (1 + 2 * z_coef * seen.lse_BC)
+    return vocabulary.gradients(
+        statics.how, hidden_BCD, unembed_DV, targets_BC, seen, slope_BC, weights_BC, dunembed_DV=dunembed_DV, of_hidden=wanted.hidden
+    )
+
+
+class _Parts(NamedTuple):
+    """What one chunk adds to the loss on this device."""
+
     sums_2: jax.Array
     """Weighted sums of nll and of lse**2."""
+    loss_BC: jax.Array
+    """Loss of each token before its weight."""
 
 
-def _read(chunk, head_DV) -> _Seen:
-    hidden_BCD, targets_BC, weights_BC = chunk
-    logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, head_DV, preferred_element_type=weights_BC.dtype)
-    lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    # a masked sum and not a gather: -100 picks nothing
-    is_target_BCV = jnp.arange(logits_BCV.shape[-1]) == targets_BC[..., None]
-    nll_BC = lse_BC - jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0), -1)
-    sums_2 = jnp.stack([jnp.sum(weights_BC * nll_BC), jnp.sum(weights_BC * lse_BC**2)])
-    return _Seen(logits_BCV, is_target_BCV, lse_BC, nll_BC, sums_2)
+def _parts(how: Vocabulary, seen: vocabulary.Seen, weights_BC, z_coef) -> _Parts:
+    nll_BC, square_BC = seen.lse_BC - seen.target_BC, seen.lse_BC**2
+    if how.axis:  # all devices of the axis see the same: the first counts it
+        first = jax.lax.axis_index(how.axis) == 0
+        nll_BC, square_BC = jnp.where(first, nll_BC, 0), jnp.where(first, square_BC, 0)
+    sums_2 = jnp.stack([jnp.sum(weights_BC * nll_BC), jnp.sum(weights_BC * square_BC)])
+    return _Parts(sums_2, nll_BC + z_coef * square_BC)
 
 
 def _with_loss(sums_N2, z_coef):
@@ -125,10 +240,15 @@ def _with_loss(sums_N2, z_coef):
     return nll_sum + z_coef * z_sum, nll_sum, z_sum
 
 
-def _cut(arrays, chunk_tokens: int):
-    """Each [B, L, ...] -> [L / chunk, B, chunk, ...], padded with zeros."""
+def _zeros_DV(unembed_DV, hidden_BLD, weights_BL):
+    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.promote_types(unembed_DV.dtype, weights_BL.dtype))
+    return vary_alike(zeros_DV, hidden_BLD, unembed_DV)[0]
+
+
+def _over_tokens(statics: _Statics, function, carry, arrays):
+    """`lax.scan` of `function` over chunks of L, arrays [B, L, ...] cut to [L / chunk, B, chunk, ...] and padded with zeros."""
     length = arrays[0].shape[1]
-    chunk = min(chunk_tokens, length)
+    chunk = statics.chunk_tokens
     num = -(-length // chunk)
 
     def cut(array_BL):
@@ -136,10 +256,12 @@ def _cut(arrays, chunk_tokens: int):
         padded_BL = jnp.pad(array_BL, padding)
         return jnp.moveaxis(padded_BL.reshape(array_BL.shape[0], num, chunk, *array_BL.shape[2:]), 1, 0)
 
-    return tuple(cut(array) for array in arrays)
+    return jax.lax.scan(function, carry, tuple(cut(array) for array in arrays))
 
 
-def _join(array_NBC):
-    """[N, B, chunk, ...] -> [B, N * chunk, ...]."""
+def _join(array_NBC, length: int):
+    """[N, B, chunk, ...] -> [B, length, ...]; None stays."""
+    if array_NBC is None:
+        return None
     array_BNC = jnp.moveaxis(array_NBC, 0, 1)
-    return array_BNC.reshape(array_BNC.shape[0], -1, *array_BNC.shape[3:])
+    return array_BNC.reshape(array_BNC.shape[0], -1, *array_BNC.shape[3:])[:, :length]

@@ -1,22 +1,25 @@
 """The model as a graph and a tree of arrays: shapes, shardings, initial weights, and the forward pass on a plain tree."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from moejax_kernels.logits.xla import logits as product
 
 from moejax.config.model import ModelConfig
 from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
 from moejax.model.context import Context, Switches
 from moejax.model.transformer import Transformer
-from moejax.parallel.axes import sharding
-from moejax.parallel.islands import per_rows
+from moejax.parallel.axes import ROWS, RULES, TOKENS, sharding, spec
 
 
-class Output(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
     """What the layers made of a batch."""
 
     hidden_BLD: Any
@@ -24,6 +27,8 @@ class Output(NamedTuple):
     """Output projection in the master dtype; logits are hidden times this."""
     aux: dict
     """Reports of the layers, a tree by section and place; `unit` entries are stacked along the depth."""
+    logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
+    """Soft cap of the logits; 0: none."""
 
 
 @functools.cache
@@ -70,23 +75,46 @@ def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switc
     model = nnx.merge(graph, state)
     context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
     hidden_BLD, aux = model(batch.tokens_BL, context)
-    return Output(hidden_BLD, model.unembed_DV(), aux)
+    return Output(hidden_BLD, model.unembed_DV(), aux, config.logit_cap)
 
 
-def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_tokens: int = 1024) -> CrossEntropy:
-    """Sums of the next-token loss over a batch. Each device sums its own rows with the whole output projection, gathered once."""
+def cross_entropy_sums(
+    output: Output,
+    batch,
+    *,
+    z_coef: float = 0.0,
+    chunk_tokens: int = 0,
+    chunk_vocab: int = 0,
+    gradients: Literal["forward", "recompute"] = "forward",
+    kernel: Literal["xla", "triton_gpu"] = "xla",
+) -> CrossEntropy:
+    """Sums of the next-token loss over a batch.
 
-    def local(hidden_BLD, targets_BL, weights_BL, unembed_DV):
-        sums = cross_entropy(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef=z_coef, chunk_tokens=chunk_tokens)
-        return jax.tree.map(lambda total: total[None], sums)
+    Each device sums its own rows. The output projection lies where its weight does, and its pieces are gathered where they are used.
+    """
+    loss = functools.partial(
+        cross_entropy,
+        z_coef=z_coef,
+        logit_cap=output.logit_cap,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab,
+        gradients=gradients,
+        implementation=kernel,
+    )
 
-    parts = per_rows(local, output.hidden_BLD, batch.targets_BL, batch.weights_BL, whole=(output.unembed_DV,))
-    return jax.tree.map(jnp.sum, parts)
+    arrays = (output.hidden_BLD, output.unembed_DV, batch.targets_BL, batch.weights_BL)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or mesh.manual_axes:
+        return loss(*arrays)
+    width_axes = RULES["embed"]
+    others = tuple(axis for axis in TOKENS if axis not in width_axes)
+    local = lambda *arrays: jax.lax.psum(loss(*arrays, width_axes=width_axes), others)
+    specs = (ROWS, spec(("embed", "vocab")), ROWS, ROWS)
+    return jax.shard_map(local, in_specs=specs, out_specs=P(), check_vma=False)(*arrays)
 
 
 def logits(config: ModelConfig, params: dict, batch, *, control: dict | None = None):
     """Logits [B, L, V] in float32 (float64 for a float64 model); `control` as in `forward`."""
     output = forward(config, params, batch, control=control)
-    wide = jnp.promote_types(output.hidden_BLD.dtype, jnp.float32)
     weight_DV = output.unembed_DV.astype(output.hidden_BLD.dtype)
-    return jnp.einsum("bld,dv->blv", output.hidden_BLD, weight_DV, preferred_element_type=wide)
+    return product(output.hidden_BLD, weight_DV, logit_cap=output.logit_cap)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from moejax.config.model import ModelConfig
 from moejax.config.training import LossConfig
+from moejax.losses import averages
 from moejax.model import language_model
 from moejax.model.context import Switches
+from moejax.parallel.islands import per_rows
 
 LAYER_REPORTS = (
     "load_E",
@@ -35,13 +37,19 @@ class Totals:
     """What sums over the global batch are divided by, float32."""
 
     targets: Any
-    """Weights of all targets."""
+    """Weights of all targets that count."""
+    sequences: Any
+    """Documents with such a target."""
     tokens: Any
     """Tokens that are not padding."""
     rows: Any
     """Rows with at least one token."""
     documents: Any
     """Documents (segments)."""
+
+    def averaged(self, losses: LossConfig):
+        """What the sum of the next-token loss is divided by, at least 1."""
+        return _at_least_one({"tokens": self.targets, "sequences": self.sequences}[losses.average])
 
 
 @jax.tree_util.register_dataclass
@@ -50,9 +58,9 @@ class Report:
     """Sums over the part of the batch that was seen; parts add up."""
 
     nll: Any
-    """Negative log-likelihoods, in nats."""
+    """Negative log-likelihoods, in nats, weighted as the loss is (`LossConfig.average`)."""
     z: Any
-    """Squared logsumexp of the logits."""
+    """Squared logsumexp of the logits, weighted alike."""
     balance: Any
     """Balance losses, each already divided by its total, summed over layers."""
     router_z: Any
@@ -68,7 +76,9 @@ def totals(batch) -> Totals:
     ids = batch.segments.ids_BL
     first = (batch.segments.starts_BL == jnp.arange(ids.shape[-1])) & (ids >= 0)
     count = lambda flags: jnp.sum(flags).astype(jnp.float32)
-    return Totals(jnp.sum(batch.weights_BL), count(ids >= 0), count((ids >= 0).any(-1)), count(first))
+    weights = averages.counted(batch.targets_BL, batch.weights_BL)
+    sequences = averages.num_sequences(weights, batch.segments.starts_BL).astype(jnp.float32)
+    return Totals(jnp.sum(weights), sequences, count(ids >= 0), count((ids >= 0).any(-1)), count(first))
 
 
 def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
@@ -96,15 +106,31 @@ def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whol
       the differentiable loss, and a Report.
     """
     output = language_model.forward(config, params, batch, switches, control=control)
-    ce = language_model.cross_entropy_sums(output, batch, z_coef=losses.z_coef, chunk_tokens=losses.chunk_tokens)
+    ce = language_model.cross_entropy_sums(
+        output,
+        _weighted(losses, batch, output.hidden_BLD.dtype),
+        z_coef=losses.z_coef,
+        chunk_tokens=losses.chunk_tokens,
+        chunk_vocab=losses.chunk_vocab,
+        gradients=losses.gradients,
+        kernel=losses.kernel,
+    )
     balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
     balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)
     router_z, index_kl = _layer_sum(output.aux, "router_z"), _layer_sum(output.aux, "index_kl")
     tokens = _at_least_one(whole.tokens)
-    loss = ce.loss_sum / _at_least_one(whole.targets) + losses.balance_coef * balance
+    loss = ce.loss_sum / whole.averaged(losses) + losses.balance_coef * balance
     loss = loss + losses.router_z_coef * router_z / tokens + losses.index_coef * index_kl / tokens
     layers = jax.tree.map(lambda report: {name: report[name] for name in LAYER_REPORTS if name in report}, output.aux, is_leaf=_is_report)
     return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers)
+
+
+def _weighted(losses: LossConfig, batch, dtype):
+    """The batch with the weights of the loss, at least float32."""
+    if losses.average == "tokens":
+        return batch
+    weights_BL = averages.counted(batch.targets_BL, batch.weights_BL).astype(jnp.promote_types(dtype, jnp.float32))
+    return dataclasses.replace(batch, weights_BL=per_rows(averages.sequence_weights, weights_BL, batch.segments.starts_BL))
 
 
 def _at_least_one(total):

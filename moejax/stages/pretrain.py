@@ -245,7 +245,13 @@ class Run:
         """The compiled evaluation of one global batch; held to the same rule as the step."""
         losses = self.config.losses
         lowered = eval_step.lower(
-            state.params, state.control, batches, config=self.model, index=losses.index, chunk_tokens=losses.chunk_tokens
+            state.params,
+            state.control,
+            batches,
+            config=self.model,
+            index=losses.index,
+            chunk_tokens=losses.chunk_tokens,
+            chunk_vocab=losses.chunk_vocab,
         )
         with refuse_replication():
             compiled = lowered.compile(compiler_options=self.flags.taken)

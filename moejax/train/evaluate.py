@@ -16,20 +16,22 @@ from moejax.train.control import told
 from moejax.train.placement import place_batch
 
 
-@functools.partial(jax.jit, static_argnames=("config", "index", "chunk_tokens"))
-def eval_step(params: dict, control: dict, batches, *, config: ModelConfig, index: str = "none", chunk_tokens: int = 1024):
+@functools.partial(jax.jit, static_argnames=("config", "index", "chunk_tokens", "chunk_vocab"))
+def eval_step(
+    params: dict, control: dict, batches, *, config: ModelConfig, index: str = "none", chunk_tokens: int = 0, chunk_vocab: int = 0
+):
     """Sum of negative log-likelihoods in nats and sum of weights over [A, B, L] batches, one microbatch after the other.
 
     Args:
       control: the train state's.
       index: "dense" while sparse attention is still dense (the indexer's warm-up).
-      chunk_tokens: tokens of each row whose logits a device holds at once.
+      chunk_tokens, chunk_vocab: tokens of each row, and columns of the vocabulary, whose logits a device holds at once; 0: chosen.
     """
     switches = Switches(index="dense" if index == "dense" else "none")
 
     def add(sums, batch):
         output = language_model.forward(config, params, batch, switches, control=told(config, control))
-        parts = language_model.cross_entropy_sums(output, batch, chunk_tokens=chunk_tokens)
+        parts = language_model.cross_entropy_sums(output, batch, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
         return (sums[0] + parts.nll_sum, sums[1] + parts.weight_sum), None
 
     first = jax.tree.map(lambda array: array[0], batches)

@@ -17,19 +17,31 @@ from moejax.train.control import control_metrics, told, update
 from moejax.train.state import TrainState
 
 
-def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches, *, control: dict | None = None):
+def gradients(
+    config: ModelConfig,
+    losses: LossConfig,
+    params: dict,
+    batches,
+    switches: Switches,
+    *,
+    control: dict | None = None,
+    trainable: dict | None = None,
+):
     """Loss, gradients and report of a global batch.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
       control: what layers are told (`control.told`).
+      trainable: bools keyed like the weights; the gradients of the others are 0 and cost nothing. None: all are.
 
     Returns:
       loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
     """
     whole = totals(batches)
     num_microbatches = batches.tokens_BL.shape[0]
-    run = functools.partial(objective, config, losses, whole=whole, switches=switches)
+    hold = lambda weight, learns: weight if learns else jax.lax.stop_gradient(weight)
+    held = lambda params: params if trainable is None else jax.tree.map(hold, params, trainable)
+    run = lambda params, batch, *, control: objective(config, losses, held(params), batch, whole, switches, control=control)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
         (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control), has_aux=True)(params)
@@ -117,7 +129,7 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control)
+    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, trainable=trainable)
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
@@ -133,7 +145,7 @@ def train_step(
         (state.skipped_in_a_row + skip) * skip,
         keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
     )
-    out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
+    out = StepOutput(step_metrics(loss, norm, report, totals(batches), new, losses))
     if switches.debug:
         flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
         out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))
@@ -157,15 +169,15 @@ def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen:
     return jax.tree_util.tree_map_with_path(move, params)
 
 
-def step_metrics(loss, norm, report: Report, whole, state: TrainState) -> dict:
+def step_metrics(loss, norm, report: Report, whole, state: TrainState, losses: LossConfig) -> dict:
     """Scalars of one step, units in their names."""
     per = lambda total, count: total / jnp.where(count > 0, count, 1)
     metrics = {
         "objective": loss,
-        "loss_nats": per(report.nll, whole.targets),
+        "loss_nats": report.nll / whole.averaged(losses),
         "gradient_norm": norm,
         "balance_loss": report.balance,
-        "z": per(report.z, whole.targets),
+        "z": report.z / whole.averaged(losses),
         "router_z": per(report.router_z, whole.tokens),
         "index_kl_nats": per(report.index_kl, whole.tokens),
         "tokens": whole.tokens,

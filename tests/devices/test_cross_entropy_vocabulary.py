@@ -1,0 +1,79 @@
+"""A head that is spread over devices, columns or rows of it: each device streams its own, and the sums meet."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moejax.config.training import LossConfig
+from moejax.losses.cross_entropy import cross_entropy
+
+B, L, D, V = 2, 7, 6, 20
+PLACES = {
+    "columns over 4": {"head": P(None, "tensor"), "vocab_axis": "tensor"},
+    "rows over 2": {"head": P("fsdp", None), "width_axes": ("fsdp",)},
+    "both": {"head": P("fsdp", "tensor"), "vocab_axis": "tensor", "width_axes": ("fsdp",)},
+}
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    targets_BL = rng.integers(0, V, (B, L))
+    targets_BL[0, :4] = 0, 4, 5, V - 1  # first and last columns of devices
+    targets_BL[1] = -100  # nothing to learn for half of the devices
+    return rng.standard_normal((B, L, D)), rng.standard_normal((D, V)), targets_BL, rng.random((B, L))
+
+
+def one_device(*arrays, **options):
+    sums = cross_entropy(*arrays, z_coef=0.1, logit_cap=4.0, **options)
+    return 3.0 * sums.loss_sum, sums.weight_sum
+
+
+def spread(place, check_vma, **options):
+    """The same loss with rows over 2 devices and the head over 4, 2 or 8."""
+    place = dict(place)
+    head = place.pop("head")
+
+    def local(*arrays):
+        loss = one_device(*arrays, **place, **options)
+        return loss if "width_axes" in place else jax.lax.psum(loss, "fsdp")
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor"))
+    in_specs = (P("fsdp"), head, P("fsdp"), P("fsdp"))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("chunk_tokens, chunk_vocab", [(3, 2), (0, V)])
+@pytest.mark.parametrize("place", PLACES)
+def test_eight_devices_give_the_values_and_gradients_of_one(place, chunk_tokens, chunk_vocab, gradients, check_vma):
+    options = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "gradients": gradients}
+    with jax.enable_x64(True):
+        both = lambda loss: jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True))(*map(jnp.asarray, arrays()))
+        got, want = both(spread(PLACES[place], check_vma, **options)), both(one_device)
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-13 * np.abs(theirs).max())
+
+
+def test_no_device_ever_holds_the_whole_head_or_its_gradient():
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in map(jnp.asarray, arrays())]
+    loss = lambda *arrays: spread(PLACES["both"], True, chunk_vocab=2)(*arrays)[0]
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().as_text()
+    assert f"[{D // 2},{V // 4}]" in text
+    assert not re.search(rf"\[{D},({V}|{V // 4})\]", text)
+
+
+def test_a_model_s_loss_and_gradients_are_one_device_s():
+    config, batch = tiny.model("gqa", precision=tiny.FLOAT64), tiny.batch()
+    losses = LossConfig(z_coef=0.01, chunk_vocab=24)
+    with jax.enable_x64(True):
+        run = lambda **sizes: tiny.gradients(config, losses, tiny.weights(config), batch, **sizes)
+        got, want = run(data=2, fsdp=2, expert=2), run()
+    assert abs(float(got[0] - want[0])) <= 1e-12 * abs(float(want[0]))
+    assert tiny.worst(got[1], want[1])[0] < 1e-12, tiny.worst(got[1], want[1])
