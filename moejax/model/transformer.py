@@ -125,17 +125,21 @@ class Transformer(nnx.Module):
             for place, layer in layers.items():
                 number = offset + int(place)
                 of_layer = dataclasses.replace(context, control=control.get(place))
-                carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
+                carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size), scanned=True)
             return carry, aux
 
         return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})))
 
-    def _run(self, layer, carry, context: Context, place: int, num_blocks):
-        if context.switches.saved is None:
+    def _run(self, layer, carry, context: Context, place: int, num_blocks, *, scanned: bool = False):
+        saved = context.switches.saved
+        if saved is None:
             return layer(carry, context, place=place, num_blocks=num_blocks)
         graph, weights = nnx.split(layer)
         inside = lambda weights, carry, num_blocks: nnx.merge(graph, weights)(carry, context, place=place, num_blocks=num_blocks)
-        return jax.checkpoint(inside, policy=policy(context.switches.saved))(weights, carry, num_blocks)
+        # the barrier that keeps XLA from sharing results of both passes also keeps copies from the host behind the layer above; between
+        # the two loops of a scan there is nothing to share
+        barrier = not (scanned and saved.offloaded)
+        return jax.checkpoint(inside, policy=policy(saved), prevent_cse=barrier)(weights, carry, num_blocks)
 
     def _no_keys(self, tokens_BL):
         """Chosen keys before the first sparse layer: none. A place is kept only if layers share a choice."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from moejax.config.memory import LEAN
 from moejax.config.training import LossConfig
 from moejax.memory.policy import Saved
 from moejax.model.objective import switches_for
@@ -64,22 +65,20 @@ def test_ties_are_routed_to_the_lower_expert_with_and_without_recompute():
     assert tiny.worst(again, grads)[0] < 1e-12
 
 
-def test_no_choice_of_experts_and_no_dispatch_plan_is_recomputed():
+@pytest.mark.parametrize("index", ["none", "sparse"])
+def test_no_choice_of_experts_or_keys_and_no_dispatch_plan_is_recomputed(index):
     """The backward pass reads the saved choice and plan: a recomputed one could break ties differently."""
     mesh = mesh_from()
-    config = dataclasses.replace(CONFIG, precision=tiny.FLOAT32)
-    counts = {}
-    for saved in (None, Saved()):
+    config = dataclasses.replace(CONFIG, precision=tiny.FLOAT32) if index == "none" else tiny.model("dsa", "dsa_shared")
+    losses, counts = dataclasses.replace(LOSSES, index=index), {}
+    primitives = ("top_k", "scatter") if index == "none" else ("top_k",)  # masked attention scatters too, and runs again
+    for saved in (None, Saved(), Saved((), LEAN)):
         with jax.set_mesh(mesh):
-            jaxpr = (
-                jax.jit(
-                    lambda params, batch, saved=saved: steps.gradients(config, LOSSES, params, batch, switches_for(LOSSES, saved=saved))
-                )
-                .trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh))
-                .jaxpr
-            )
-        counts[saved] = {name: str(jaxpr).count(f"= {name}[") for name in ("top_k", "scatter")}
-    assert counts[Saved()] == counts[None] and counts[None]["top_k"] == 1 and counts[None]["scatter"] >= 1, counts
+            run = lambda params, batch, saved=saved: steps.gradients(config, losses, params, batch, switches_for(losses, saved=saved))
+            jaxpr = jax.jit(run).trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh)).jaxpr
+        counts[saved] = {name: str(jaxpr).count(f"= {name}[") for name in primitives}
+    assert len({tuple(count.values()) for count in counts.values()}) == 1, counts
+    assert counts[None]["top_k"] == {"none": 1, "sparse": 3}[index] and counts[None].get("scatter", 1) >= 1, counts
 
 
 def test_all_tokens_on_one_devices_experts_end_in_time_and_right():
