@@ -42,7 +42,7 @@ from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
-from moejax.train.saved import plan_saved
+from moejax.train.saved import plan_saved, summary
 from moejax.train.state import TrainState, init_state, placed_shapes
 
 USER_ERRORS = (
@@ -109,8 +109,8 @@ class Run:
         self.steps: dict[float, Any] = {}
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
-        saved = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model).saved
-        self.program_of = lambda model: make_program(model, config.losses, config.optim, config.train, saved=saved)
+        self.choices = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model)
+        self.program_of = lambda model: make_program(model, config.losses, config.optim, config.train, saved=self.choices.saved)
         self.program = self.program_of(config.model)
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
@@ -173,6 +173,7 @@ class Run:
                 self.program = self.program_of(with_capacity(config.model, size))
             self.steps[size] = self.compile(state, batches)
             self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
+            self.say(f"saved     {summary(self.choices)}")
             if adaptive.highest:
                 self.say(
                     f"capacity  buffers for {size:.3g} times the mean rows, one of {', '.join(f'{each:.3g}' for each in adaptive.sizes())}"

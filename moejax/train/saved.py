@@ -74,13 +74,14 @@ def table_lines(plan: SavedPlan, memory: MemoryConfig) -> list[str]:
                 f"{'':9} {name:14} {result.maker:10} {layers:6} {cost.result_bytes / 2**20:12.2f} {layers * cost.result_bytes / 2**20:13.2f} "
                 f"{choice:10} {1e3 * seconds:9.3f}"
             )
+    return [*lines, f"{'':9} {summary(plan)}"]
+
+
+def summary(plan: SavedPlan) -> str:
+    """Totals by choice, in one line."""
     kept, offloaded, again = (plan.chosen_bytes(choice) / 2**20 for choice in ("keep", "offload", "recompute"))
-    seconds = {
-        choice: sum(getattr(plan.totals[name], field) for name, chosen in plan.choices.items() if chosen == choice)
-        for choice, field in (("offload", "copy_s"), ("recompute", "recompute_s"))
-    }
-    lines.append(
-        f"{'':9} a device: {kept:.2f} MiB kept; {offloaded:.2f} MiB to the host and back, {1e3 * seconds['offload']:.3f} ms each way; "
-        f"{again:.2f} MiB computed again, {1e3 * seconds['recompute']:.3f} ms"
+    total_s = lambda choice, field: sum(getattr(plan.totals[name], field) for name, chosen in plan.choices.items() if chosen == choice)
+    return (
+        f"a device: {kept:.1f} MiB kept; {offloaded:.1f} MiB to the host and back, {1e3 * total_s('offload', 'copy_s'):.3f} ms each way; "
+        f"{again:.1f} MiB computed again, {1e3 * total_s('recompute', 'recompute_s'):.3f} ms"
     )
-    return lines

@@ -4,9 +4,9 @@ import functools
 import math
 
 import jax
-import jax.extend.core
 import pytest
 import tiny
+from named_results import equations, named_bytes
 
 from moejax.config.memory import LEAN, RESULTS, MemoryConfig
 from moejax.config.mixers import GQAConfig, IndexerConfig, KDAConfig, MLAConfig
@@ -62,25 +62,6 @@ def traced(config: ModelConfig, losses: LossConfig = LossConfig(), saved: Saved 
     with jax.set_mesh(mesh):
         run = lambda params, batch: steps.gradients(config, losses, params, batch, switches_for(losses, saved=saved))
         return jax.jit(run).trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(ROWS, LENGTH), mesh)).jaxpr
-
-
-def equations(jaxpr, inside=False):
-    """All equations, and whether each stands in an island, where arrays are a device's own."""
-    for eqn in jaxpr.eqns:
-        yield eqn, inside
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from equations(inner, inside or eqn.primitive.name == "shard_map")
-
-
-def named_bytes(jaxpr, shards: int) -> dict[str, int]:
-    """Bytes on one device of each name's arrays. Outside of islands rows are split over devices; the loads of experts are not."""
-    found: dict[str, int] = {}
-    for eqn, inside in equations(jaxpr.jaxpr):
-        if eqn.primitive.name == "name":
-            name, like = eqn.params["name"], eqn.outvars[0].aval
-            parts = 1 if inside or name == "dispatch_plan" else shards
-            found[name] = found.get(name, 0) + like.size * like.dtype.itemsize // parts
-    return found
 
 
 def product_flops(jaxpr) -> int:
