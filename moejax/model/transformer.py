@@ -10,6 +10,7 @@ from flax import nnx
 
 from moejax.config.model import LayerKind, ModelConfig
 from moejax.config.run import layer_plan
+from moejax.memory import prefetch
 from moejax.memory.names import named
 from moejax.memory.policy import policy
 from moejax.model import residual
@@ -119,27 +120,27 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.unit)
         offset, size = len(self.plan.head), len(self.plan.unit)
 
-        def unit(carry, step):
-            index, weights, control = step
+        def unit(carry, step, batch):
+            (index, weights, control), (segments, positions_BL) = step, batch
             layers, aux = nnx.merge(graph, weights), {}
             for place, layer in layers.items():
                 number = offset + int(place)
-                of_layer = dataclasses.replace(context, control=control.get(place))
-                carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size), scanned=True)
+                of_layer = dataclasses.replace(context, segments=segments, positions_BL=positions_BL, control=control.get(place))
+                carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
             return carry, aux
 
-        return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})))
+        steps = jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})
+        batch, saved = (context.segments, context.positions_BL), context.switches.saved
+        if saved is not None and saved.offloaded:
+            return prefetch.scan(unit, carry, steps, batch)
+        return jax.lax.scan(lambda carry, step: unit(carry, step, batch), carry, steps)
 
-    def _run(self, layer, carry, context: Context, place: int, num_blocks, *, scanned: bool = False):
-        saved = context.switches.saved
-        if saved is None:
+    def _run(self, layer, carry, context: Context, place: int, num_blocks):
+        if context.switches.saved is None:
             return layer(carry, context, place=place, num_blocks=num_blocks)
         graph, weights = nnx.split(layer)
         inside = lambda weights, carry, num_blocks: nnx.merge(graph, weights)(carry, context, place=place, num_blocks=num_blocks)
-        # the barrier that keeps XLA from sharing results of both passes also keeps copies from the host behind the layer above; between
-        # the two loops of a scan there is nothing to share
-        barrier = not (scanned and saved.offloaded)
-        return jax.checkpoint(inside, policy=policy(saved), prevent_cse=barrier)(weights, carry, num_blocks)
+        return jax.checkpoint(inside, policy=policy(context.switches.saved))(weights, carry, num_blocks)
 
     def _no_keys(self, tokens_BL):
         """Chosen keys before the first sparse layer: none. A place is kept only if layers share a choice."""

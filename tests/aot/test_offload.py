@@ -53,8 +53,7 @@ MEMORY = {
     "fast": MemoryConfig(),
     "balanced": MemoryConfig(preset="balanced"),
     "lean": MemoryConfig(preset="lean"),
-    "lean, layer inputs on the host": MemoryConfig(preset="lean", offload=("layer_input",)),
-    "on the host": MemoryConfig(preset="lean", offload=("layer_input", "attention", "chunk_states", "expert_rows")),
+    "balanced, on the host": MemoryConfig(preset="balanced", offload=("layer_input", "attention", "chunk_states", "mixer_out", "latent")),
 }
 
 
@@ -76,7 +75,7 @@ def planned(name: str) -> PlannedStep:
 
 
 def test_the_host_holds_the_bytes_that_were_asked_for_and_each_copy_has_matmuls_beside_it():
-    step = planned("on the host")
+    step = planned("balanced, on the host")
     wanted = plan_saved(step.plan, gpu=True)
     assert compiled_bytes(step.compiled)["host_bytes"] == wanted.chosen_bytes("offload") > 0
     copies = host_copies(step.compiled)
