@@ -8,7 +8,8 @@ from rich.markup import escape
 from moejax.config.errors import ConfigError
 
 USAGE = """moejax train CONFIG [--field value ...]    train from a config file
-moejax show CONFIG [--field value ...]     print the resolved plan without touching a device; --devices N if the config does not pretend any
+moejax show CONFIG [--field value ...]     print the resolved plan without touching a device; --devices N if the config does not pretend any;
+                                           --memory: what each layer keeps for its backward pass
 moejax plan CONFIG --target h200x8 [...]   compile the train step for GPUs that are not there; print bytes, kernels and collectives
 moejax doctor                              what this machine can run, and what is missing
 
@@ -68,10 +69,12 @@ def show(console: Console, path: str, overrides: list[str]) -> int:
     from moejax.config.load import help_text, load_config, to_json
     from moejax.config.run import resolve
     from moejax.train.report import plan_lines
+    from moejax.train.saved import plan_saved, table_lines
 
     if "--help" in overrides:
         console.print(help_text(load_config(path)), highlight=False, markup=False)
         return 0
+    memory, overrides = "--memory" in overrides, [arg for arg in overrides if arg != "--memory"]
     given, overrides = _take("--devices", overrides)
     if given is not None and not (given.isdigit() and int(given)):
         raise ConfigError(f"--devices={given!r} must be a positive number.")
@@ -81,6 +84,11 @@ def show(console: Console, path: str, overrides: list[str]) -> int:
         raise ConfigError("show needs to know the number of devices: pass --devices N, or set mesh.simulate_devices.")
     plan = resolve(config, devices)
     console.print("\n".join(plan_lines(plan)), highlight=False, markup=False, soft_wrap=True)
+    if memory:
+        gpu = not config.mesh.simulate_devices
+        lines = table_lines(plan_saved(plan, gpu=gpu), config.memory)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        return 0
     console.print(to_json(plan.config), highlight=False, markup=False, soft_wrap=True)
     return 0
 

@@ -13,6 +13,7 @@ from moejax.config.model import ModelConfig, PrecisionConfig
 from moejax.config.moe import MoEConfig, RouterConfig
 from moejax.config.training import LossConfig, OptimConfig
 from moejax.data.batch import Batch
+from moejax.memory.policy import Saved
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import switches_for
@@ -93,20 +94,20 @@ def lay(params: dict, config: ModelConfig, mesh) -> dict:
 
 
 @functools.cache
-def _gradients(config, losses, remat):
+def _gradients(config, losses, saved):
     def run(params, batches, coefs):
-        return steps.gradients(config, dataclasses.replace(losses, **coefs), params, batches, switches_for(losses, remat=remat))
+        return steps.gradients(config, dataclasses.replace(losses, **coefs), params, batches, switches_for(losses, saved=saved))
 
     return jax.jit(run, compiler_options=QUICK_TO_COMPILE)
 
 
 def gradients(
-    config: ModelConfig, losses: LossConfig, params: dict, batch: Batch, *, accumulation: int = 1, remat: bool = False, **mesh_sizes
+    config: ModelConfig, losses: LossConfig, params: dict, batch: Batch, *, accumulation: int = 1, saved: Saved | None = None, **mesh_sizes
 ):
     """Loss, gradients and report of a global batch on a mesh, all on the host. Losses that differ by COEFS alone share one program."""
     mesh = mesh_from(**mesh_sizes)
     coefs = {name: getattr(losses, name) for name in COEFS}
-    run = _gradients(config, dataclasses.replace(losses, balance_coef=1.0, index_coef=1.0), remat)
+    run = _gradients(config, dataclasses.replace(losses, balance_coef=1.0, index_coef=1.0), saved)
     with jax.set_mesh(mesh):
         return jax.device_get(run(lay(params, config, mesh), put(batch, mesh, accumulation), coefs))
 
@@ -152,7 +153,7 @@ def trainer(
     accumulation: int = 1,
     train_only: str = "",
     debug: bool = False,
-    remat: bool = False,
+    saved: Saved | None = None,
     num_steps: int = 10,
     **mesh_sizes,
 ) -> Trainer:
@@ -167,7 +168,7 @@ def trainer(
         optimizer=optimizer,
         clip_norm=optim.clip_norm,
         trainable=trainable,
-        switches=switches_for(losses, debug=debug, remat=remat),
+        switches=switches_for(losses, debug=debug, saved=saved),
     )
     places = state_shardings(config, optimizer, mesh)
     params = lay(weights(config), config, mesh)

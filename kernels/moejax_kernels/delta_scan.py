@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax_kernels import delta_chunks, delta_inputs, delta_states
 from moejax_kernels.delta_chunks import CHUNK, Borders
+from moejax_kernels.saved import CHUNK_STATES
 from moejax_kernels.segments import Segments
 from moejax_kernels.varying import vary_alike
 
@@ -147,7 +149,8 @@ def _save(plan: _Plan, arrays, states, tokens, route):
 
     blocks = jnp.arange(plan.num_blocks), plan.cut_tokens(tokens), plan.cut_route(route)
     states, (o_nBtHM, saved) = lax.scan(one_block, states, blocks)
-    return (plan.join(o_nBtHM, arrays[2].shape[1]), states), (arrays, tokens, route, saved)
+    o_BLHM, saved = checkpoint_name((plan.join(o_nBtHM, arrays[2].shape[1]), saved), CHUNK_STATES)
+    return (o_BLHM, states), (arrays, tokens, route, saved)
 
 
 def _grads(plan: _Plan, residuals, cotangents):

@@ -13,12 +13,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax_kernels import delta_triton_backward as backward
 from moejax_kernels import delta_triton_forward as forward
 from moejax_kernels import delta_triton_gradients as gradients
 from moejax_kernels import gpu
 from moejax_kernels.delta_triton_chunk import CHUNK, choices
+from moejax_kernels.saved import CHUNK_STATES
 from moejax_kernels.triton_launch import launch
 
 
@@ -177,6 +179,7 @@ def _rule(setup: Setup, q, k, v, g, beta, initial, ids, starts):
 
 def _save(setup: Setup, *inputs):
     o, final, kept = _forward(setup, *inputs)
+    o, kept = checkpoint_name((o, kept), CHUNK_STATES)
     return (o, final), (inputs, kept)
 
 

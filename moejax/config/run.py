@@ -4,6 +4,7 @@ import dataclasses
 
 from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError, regular_expression, require
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
@@ -31,6 +32,8 @@ class RunConfig:
     """How weights move."""
     train: TrainConfig = TrainConfig()
     """The loop."""
+    memory: MemoryConfig = MemoryConfig()
+    """What waits for the backward pass, and where."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept."""
     observe: ObserveConfig = ObserveConfig()

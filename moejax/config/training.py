@@ -131,8 +131,6 @@ class TrainConfig:
     """Seed of the initial weights."""
     accumulation: int = 1
     """Microbatches per step; divides data.batch_size."""
-    remat: Literal["none", "layer"] = "none"
-    """`layer`: recompute each layer's inside in the backward pass, keeping its input and its routing."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0

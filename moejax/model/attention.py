@@ -6,6 +6,7 @@ from flax import nnx
 from moejax_kernels import attention
 
 from moejax.config.model import ModelConfig
+from moejax.memory.names import named
 from moejax.model.context import Context
 from moejax.model.norms import RMSNorm
 from moejax.model.rope import attention_scale, rotate
@@ -48,9 +49,8 @@ class GroupedQueryAttention(nnx.Module):
     def inputs(self, x_BLD, context: Context):
         """q, k, v, the latent that an indexer reads (here x itself), and the output gate or None."""
         gqa = self.config
-        q_BLHX = project("bld,dhx->blhx", x_BLD, self.q_DHX[...])
-        k_BLGC = project("bld,dgc->blgc", x_BLD, self.k_DGC[...])
-        v_BLGC = project("bld,dgc->blgc", x_BLD, self.v_DGC[...])
+        q_BLHX = named(project("bld,dhx->blhx", x_BLD, self.q_DHX[...]), "query")
+        k_BLGC, v_BLGC = named([project("bld,dgc->blgc", x_BLD, weight[...]) for weight in (self.k_DGC, self.v_DGC)], "key_value")
         q_BLHC, gate_BLHC = jnp.split(q_BLHX, 2, -1) if gqa.output_gate else (q_BLHX, None)
         if gqa.qk_norm:
             q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
@@ -103,18 +103,18 @@ class LatentAttention(nnx.Module):
         mla = self.config
         latent = x_BLD
         if mla.q_lora_rank:
-            latent = self.q_norm(project("bld,dr->blr", x_BLD, self.q_down_DR[...]))
+            latent = self.q_norm(named(project("bld,dr->blr", x_BLD, self.q_down_DR[...]), "latent"))
             q_BLHC = project("blr,rhc->blhc", latent, self.q_up_RHC[...])
         else:
             q_BLHC = project("bld,dhc->blhc", x_BLD, self.q_DHC[...])
-        down_BLR = project("bld,dr->blr", x_BLD, self.kv_down_DR[...])
+        q_BLHC, down_BLR = named(q_BLHC, "query"), named(project("bld,dr->blr", x_BLD, self.kv_down_DR[...]), "latent")
         rotary_BL1C = down_BLR[:, :, None, mla.kv_lora_rank :]
-        kv_BLHX = project("blr,rhx->blhx", self.kv_norm(down_BLR[..., : mla.kv_lora_rank]), self.kv_up_RHX[...])
+        kv_BLHX = named(project("blr,rhx->blhx", self.kv_norm(down_BLR[..., : mla.kv_lora_rank]), self.kv_up_RHX[...]), "key_value")
         turn = lambda heads: rotate(heads, context.positions_BL, mla.rope, dim=mla.rope_dim)
         q_BLHC = jnp.concatenate([q_BLHC[..., : mla.nope_dim], turn(q_BLHC[..., mla.nope_dim :])], -1)
         shared_BLHC = jnp.broadcast_to(turn(rotary_BL1C), (*kv_BLHX.shape[:3], mla.rope_dim))
         k_BLHC = jnp.concatenate([kv_BLHX[..., : mla.nope_dim], shared_BLHC], -1)
-        gate = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...]) if mla.output_gate else None
+        gate = named(project("bld,dhm->blhm", x_BLD, self.gate_DHM[...]), "output_gate") if mla.output_gate else None
         return q_BLHC, k_BLHC, kv_BLHX[..., mla.nope_dim :], latent, gate
 
     def output(self, o_BLHM, gate_BLHM):

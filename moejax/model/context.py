@@ -5,13 +5,15 @@ from typing import Any, Literal
 
 from moejax_kernels.segments import Segments
 
+from moejax.memory.policy import Saved
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Switches:
     """What a forward pass computes besides activations; static."""
 
-    remat: bool = False
-    """Recompute each layer's inside in the backward pass."""
+    saved: Saved | None = None
+    """What each layer keeps for its backward pass; None: all that autodiff asks for."""
     index: Literal["none", "dense", "sparse"] = "none"
     """Indexer loss; `dense` also makes sparse attention dense."""
     balance: Literal["none", "switch", "sequence", "global"] = "none"

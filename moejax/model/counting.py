@@ -44,7 +44,7 @@ def _gqa(config: ModelConfig) -> tuple[int, int]:
     return vectors, width * (q * (2 if gqa.output_gate else 1) + 2 * kv) + q * width
 
 
-def _attention_flops(config: ModelConfig, base: str, keys: float) -> float:
+def attention_flops(config: ModelConfig, base: str, keys: float) -> float:
     """Logits and weighted values over `keys` keys."""
     if base == "mla":
         heads, channels, values = config.mla.num_heads, config.mla.nope_dim + config.mla.rope_dim, config.mla.value_dim
@@ -58,23 +58,23 @@ def _mixer(config: ModelConfig, kind: str, length: int) -> tuple[int, int, float
     if kind in ("gqa", "mla"):
         vectors, matrices = _mla(config) if kind == "mla" else _gqa(config)
         window = config.gqa.window if kind == "gqa" else 0
-        return vectors, matrices, _attention_flops(config, kind, _mean_keys(window or length, length))
+        return vectors, matrices, attention_flops(config, kind, mean_keys(window or length, length))
     if kind in ("dsa", "dsa_shared"):
         index = config.indexer
         vectors, matrices = _mla(config) if index.base == "mla" else _gqa(config)
-        flops = _attention_flops(config, index.base, _mean_keys(index.topk, length))
+        flops = attention_flops(config, index.base, mean_keys(index.topk, length))
         if kind == "dsa":
             latent = config.mla.q_lora_rank if index.base == "mla" else config.width
             matrices += latent * index.num_heads * index.head_dim + config.width * (index.head_dim + index.num_heads)
             vectors += 2 * index.head_dim
             if index.pool > 1:
                 matrices, vectors = matrices + config.width * index.head_dim, vectors + index.pool * index.head_dim
-            flops += 2 * index.num_heads * index.head_dim * _mean_keys(length, length) / index.pool
+            flops += 2 * index.num_heads * index.head_dim * mean_keys(length, length) / index.pool
         return vectors, matrices, flops
     return _delta(config, kind)
 
 
-def _mean_keys(limit: int, length: int) -> float:
+def mean_keys(limit: int, length: int) -> float:
     """Keys per query of causal attention to at most `limit` keys: the mean of min(t, limit) over t = 1 .. length."""
     full = min(limit, length)
     return (full * (full + 1) / 2 + (length - full) * limit) / length
@@ -97,9 +97,12 @@ def _delta(config: ModelConfig, kind: str) -> tuple[int, int, float]:
         conv = 4 * (2 * groups * key + heads * value)
         matrices = width * (2 * groups * key + 2 * heads * value) + width * 2 * heads + heads * value * width
         vectors = conv + 2 * heads + value
-    # per token and head: A and Aqk rows, T times K and V, reads and update of the state (formulas of the chunked form)
-    flops = 2 * heads * (2 * CHUNK * key + CHUNK * (key + value) + CHUNK * value + 3 * key * value) + 2 * conv
-    return vectors, matrices, flops
+    return vectors, matrices, delta_rule_flops(heads, key, value) + 2 * conv
+
+
+def delta_rule_flops(heads: int, key: int, value: int) -> float:
+    """Per token: rows of A and Aqk, T times K and V, reads and update of the state (formulas of the chunked form)."""
+    return 2 * heads * (2 * CHUNK * key + CHUNK * (key + value) + CHUNK * value + 3 * key * value)
 
 
 def _moe(config: ModelConfig) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from flax import nnx
 from moejax_kernels import gated_activation, grouped_mlp
 
 from moejax.config.model import ActivationConfig, ModelConfig
+from moejax.memory.names import named
 from moejax.model.context import Context
 from moejax.model.norms import RMSNorm
 from moejax.model.weights import Maker
@@ -31,8 +32,8 @@ def activation_options(config: ActivationConfig) -> dict:
 class Dense(nnx.Module):
     """One gated MLP; also the shared expert."""
 
-    def __init__(self, config: ModelConfig, hidden: int, *, rngs: nnx.Rngs):
-        self.activation = config.activation
+    def __init__(self, config: ModelConfig, hidden: int, *, hidden_name: str = "dense_hidden", rngs: nnx.Rngs):
+        self.activation, self.hidden_name = config.activation, hidden_name
         make, width = Maker(config, rngs), config.width
         self.gate_DF = make.linear(DENSE_AXES["gate_DF"], width, hidden, fan_in=width)
         self.up_DF = make.linear(DENSE_AXES["up_DF"], width, hidden, fan_in=width)
@@ -61,7 +62,7 @@ class Dense(nnx.Module):
             h_BLF = per_rows(activate, gate_BLF, up_BLF)  # XLA cannot split a GPU kernel: it would gather the rows of all devices
             return project("blf,fd->bld", h_BLF, w_FD, placed=placed.get("down_FD"))
 
-        return down(*gate_up, weights["down_FD"])
+        return down(*named(gate_up, self.hidden_name), weights["down_FD"])  # named behind the barriers of `overlap.travel`
 
 
 class Experts(nnx.Module):
@@ -96,7 +97,7 @@ class Router(nnx.Module):
         logits_BLE = project("bld,de->ble", float_inside(x_BLD), self.weight_DE[...])
         if hasattr(self, "logit_bias_E"):
             logits_BLE = logits_BLE + self.logit_bias_E[...].astype(logits_BLE.dtype)
-        return logits_BLE, bias_E
+        return named(logits_BLE, "router_logits"), bias_E
 
 
 class MixtureOfExperts(nnx.Module):
@@ -108,7 +109,7 @@ class MixtureOfExperts(nnx.Module):
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
         if moe.shared_hidden:
-            self.shared = Dense(config, moe.shared_hidden, rngs=rngs)
+            self.shared = Dense(config, moe.shared_hidden, hidden_name="shared_hidden", rngs=rngs)
             if moe.shared_gate:
                 self.shared_gate_D1 = make.linear(("embed", None), width, 1, fan_in=width)
         if moe.latent_width:
@@ -149,7 +150,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _apply_experts(self, weights, x_WD, sizes_x):
         options = activation_options(self.activation)
-        return grouped_mlp(x_WD, weights["gate_EDF"], weights["up_EDF"], weights["down_EFD"], sizes_x, **options)
+        return grouped_mlp(named(x_WD, "expert_rows"), weights["gate_EDF"], weights["up_EDF"], weights["down_EFD"], sizes_x, **options)
 
     def _topology(self, control: dict) -> Topology | None:
         """Distances, where the config names nodes."""
@@ -164,5 +165,6 @@ class MixtureOfExperts(nnx.Module):
     def _gated(self, shared_BLD, x_BLD):
         if not self.config.shared_gate:
             return shared_BLD
+        shared_BLD = named(shared_BLD, "shared_out")
         gate_BL1 = jax.nn.sigmoid(float_inside(project("bld,do->blo", x_BLD, self.shared_gate_D1[...])))
         return (float_inside(shared_BLD) * gate_BL1).astype(shared_BLD.dtype)

@@ -6,6 +6,7 @@ from flax import nnx
 from moejax_kernels import causal_conv, gated_delta, kda
 
 from moejax.config.model import ModelConfig
+from moejax.memory.names import named
 from moejax.model.context import Context
 from moejax.model.norms import l2_norm, rms_norm
 from moejax.model.weights import Maker
@@ -28,7 +29,7 @@ def decay_bias(make: Maker, axes, *shape):
 def short_conv(x_BLX, weight_X4, context: Context):
     """Causal depthwise convolution and SiLU, inside documents."""
     run = lambda x, segments, weight: causal_conv(x, weight, segments=segments)[0]
-    return per_rows(run, x_BLX, context.segments, whole=(weight_X4,))
+    return named(per_rows(run, x_BLX, context.segments, whole=(weight_X4,)), "conv")
 
 
 def gated_norm(o_BLHM, gate_BLHM, scale_M, *, activation, eps: float):
@@ -69,31 +70,34 @@ class KimiDeltaAttention(nnx.Module):
 
     def __call__(self, x_BLD, context: Context, ids_BLK):
         q_BLGC, k_BLGC, v_BLHM = self._convolved(x_BLD, context)
-        beta_BLH = jax.nn.sigmoid(float_inside(project("bld,dh->blh", x_BLD, self.beta_DH[...])))
+        beta_BLH = jax.nn.sigmoid(float_inside(named(project("bld,dh->blh", x_BLD, self.beta_DH[...]), "decay")))
         bound = self.config.lower_bound if self.config.decay == "bounded" else None
         run = lambda q, k, v, g, beta, segments: kda(q, k, v, g, beta, segments=segments, min_log_decay=bound)[0]
         o_BLHM = per_rows(run, l2_norm(q_BLGC), l2_norm(k_BLGC), v_BLHM, self._log_decay(x_BLD), beta_BLH, context.segments)
         if self.config.full_rank_gate:
             gate_BLHM = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...])
         else:
-            gate_BLHM = project("blr,rhm->blhm", project("bld,dr->blr", x_BLD, self.gate_down_DR[...]), self.gate_up_RHM[...])
+            low_BLR = named(project("bld,dr->blr", x_BLD, self.gate_down_DR[...]), "output_gate")
+            gate_BLHM = project("blr,rhm->blhm", low_BLR, self.gate_up_RHM[...])
+        gate_BLHM = named(gate_BLHM, "output_gate")
         o_BLHM = gated_norm(o_BLHM, gate_BLHM, self.out_norm_scale_M[...], activation=jax.nn.sigmoid, eps=self.eps)
         return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
 
     def _convolved(self, x_BLD, context):
         """q, k and v, each behind its own short convolution: joining them for one would copy all three twice."""
 
-        def of(weight_DHC, taps_X4):
-            heads_BLHC = project("bld,dhc->blhc", x_BLD, weight_DHC)
+        def of(name, weight_DHC, taps_X4):
+            heads_BLHC = named(project("bld,dhc->blhc", x_BLD, weight_DHC), name)
             flat_BLX = heads_BLHC.reshape(*heads_BLHC.shape[:2], -1)
             return short_conv(flat_BLX, taps_X4, context).reshape(heads_BLHC.shape)
 
-        pairs = ((self.q_DGC, self.q_conv_X4), (self.k_DGC, self.k_conv_X4), (self.v_DHM, self.v_conv_X4))
-        return [of(weight[...], taps[...]) for weight, taps in pairs]
+        of_query, of_key, of_value = (self.q_DGC, self.q_conv_X4), (self.k_DGC, self.k_conv_X4), (self.v_DHM, self.v_conv_X4)
+        named_pairs = (("query", of_query), ("key_value", of_key), ("key_value", of_value))
+        return [of(name, weight[...], taps[...]) for name, (weight, taps) in named_pairs]
 
     def _log_decay(self, x_BLD):
-        low_BLR = project("bld,dr->blr", x_BLD, self.decay_down_DR[...])
-        raw_BLHC = project("blr,rhc->blhc", low_BLR, self.decay_up_RHC[...])
+        low_BLR = named(project("bld,dr->blr", x_BLD, self.decay_down_DR[...]), "decay")
+        raw_BLHC = named(project("blr,rhc->blhc", low_BLR, self.decay_up_RHC[...]), "decay")
 
         @jax.checkpoint  # elementwise: cheaper to redo than to store
         def decay(raw_BLHC, bias_HC, A_log_H):
@@ -127,9 +131,10 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x_BLD, context: Context, ids_BLK):
         gdn, (rows, length, _) = self.config, x_BLD.shape
         key, value, groups = gdn.key_dim, self.ratio * gdn.value_dim, gdn.num_key_heads
-        qkvz_BLGX = project("bld,dgx->blgx", x_BLD, self.qkvz_DGX[...])
+        qkvz_BLGX = named(project("bld,dgx->blgx", x_BLD, self.qkvz_DGX[...]), "key_value")  # one product: the queries and the gate too
+        ba_BLGX = named(project("bld,dgx->blgx", x_BLD, self.ba_DGX[...]), "decay")
         q, k, v, z = jnp.split(qkvz_BLGX, [key, 2 * key, 2 * key + value], -1)
-        b, a = (part.reshape(rows, length, -1) for part in jnp.split(project("bld,dgx->blgx", x_BLD, self.ba_DGX[...]), 2, -1))
+        b, a = (part.reshape(rows, length, -1) for part in jnp.split(ba_BLGX, 2, -1))
         flat_BLX = jnp.concatenate([part.reshape(rows, length, -1) for part in (q, k, v)], -1)
         flat_BLX = short_conv(flat_BLX, self.conv_X4[...], context)
         q, k, v = jnp.split(flat_BLX, [groups * key, 2 * groups * key], -1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moejax.config.model import ModelConfig
 from moejax.config.training import LossConfig
 from moejax.losses import averages
+from moejax.memory.policy import Saved
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.parallel.islands import per_rows
@@ -81,10 +82,10 @@ def totals(batch) -> Totals:
     return Totals(jnp.sum(weights), sequences, count(ids >= 0), count((ids >= 0).any(-1)), count(first))
 
 
-def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
+def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool = False) -> Switches:
     """What a forward pass must compute for these losses."""
     return Switches(
-        remat=remat,
+        saved=saved,
         training=True,
         index=losses.index,
         balance=losses.balance,

@@ -1,11 +1,14 @@
 """How sublayers add up: plain, hyper-connections (mHC), or Block AttnRes. One interface: `enter` gives a sublayer its input,
 `leave` takes its output. Sources: DeepSeek mHC (Xie et al. 2026); Attention Residuals (arXiv 2603.15031) in Kimi K3's block form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config.model import ModelConfig
+from moejax.memory.names import named
 from moejax.model.norms import RMSNorm, rms_norm
 from moejax.model.weights import Maker
 from moejax.parallel.projection import float_inside
@@ -50,7 +53,7 @@ class HyperConnection(nnx.Module):
         streams, eps = self.config.num_streams, self.config.mhc_eps
         wide_BLND = float_inside(x_BLND)
         flat_BLZ = rms_norm(wide_BLND.reshape(*x_BLND.shape[:2], -1), None, eps=self.norm_eps)
-        mixed_BLX = jnp.einsum("blz,xz->blx", flat_BLZ, self.mix_XZ[...].astype(flat_BLZ.dtype))
+        mixed_BLX = named(jnp.einsum("blz,xz->blx", flat_BLZ, self.mix_XZ[...].astype(flat_BLZ.dtype)), "residual_mix")
         base_X, scale_3 = self.base_X[...].astype(mixed_BLX.dtype), self.scale_3[...].astype(mixed_BLX.dtype)
         part = lambda first, last, which: mixed_BLX[..., first:last] * scale_3[which] + base_X[first:last]
         pre_BLN = jax.nn.sigmoid(part(0, streams, 0)) + eps
@@ -58,7 +61,7 @@ class HyperConnection(nnx.Module):
         square = part(2 * streams, None, 2).reshape(*x_BLND.shape[:2], streams, streams)
         comb_BLNN = sinkhorn(jax.nn.softmax(square, -1) + eps, iters=self.config.sinkhorn_iters, eps=eps)
         x_BLD = jnp.sum(pre_BLN[..., None] * wide_BLND, 2).astype(x_BLND.dtype)
-        return x_BLD, (post_BLN.astype(x_BLND.dtype), comb_BLNN.astype(x_BLND.dtype))
+        return named(x_BLD, "residual_mix"), (post_BLN.astype(x_BLND.dtype), comb_BLNN.astype(x_BLND.dtype))
 
     def leave(self, carry, y_BLD, kept, *, opens_block):
         """Writes the output to the streams and mixes them."""
@@ -85,20 +88,20 @@ class BlockMix(nnx.Module):
         self.norm = RMSNorm(config, config.width, rngs=rngs, plain=True)
         self.query_D = make.normal((None,), config.width, std=config.width**-0.5)
 
-    def mix(self, carry, num_blocks):
-        """Mix of the first `num_blocks` blocks and the running sum, weights in float32."""
+    def mix(self, carry, num_blocks, *, mark=lambda array: array):
+        """Mix of the first `num_blocks` blocks and the running sum, weights in float32; `mark` is put on the logits and on the result."""
         entries = jnp.concatenate([carry["blocks"], carry["x"][None]])
         wide = float_inside(entries)
-        score_PBL = jnp.einsum("pbld,d->pbl", self.norm(wide), self.query_D[...].astype(wide.dtype))
+        score_PBL = mark(jnp.einsum("pbld,d->pbl", self.norm(wide), self.query_D[...].astype(wide.dtype)))
         count = carry["blocks"].shape[0]
         place_P = jnp.arange(count + 1)
         open_P = (place_P < num_blocks) | (place_P == count)
         weight_PBL = jax.nn.softmax(jnp.where(open_P[:, None, None], score_PBL, -jnp.inf), 0)
-        return jnp.einsum("pbl,pbld->bld", weight_PBL, wide).astype(entries.dtype)
+        return mark(jnp.einsum("pbl,pbld->bld", weight_PBL, wide).astype(entries.dtype))
 
     def enter(self, carry, num_blocks):
         """The mix."""
-        return self.mix(carry, num_blocks), num_blocks
+        return self.mix(carry, num_blocks, mark=functools.partial(named, name="residual_mix")), num_blocks
 
     def leave(self, carry, y_BLD, kept, *, opens_block):
         """Adds to the running sum; a layer that opens a block first puts the old sum away."""

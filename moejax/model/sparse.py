@@ -7,6 +7,7 @@ from moejax_kernels import index_kl, index_topk, sparse_attention
 from moejax_kernels.implementation import UnsupportedError
 
 from moejax.config.model import ModelConfig
+from moejax.memory.names import named
 from moejax.model.attention import GroupedQueryAttention, LatentAttention
 from moejax.model.context import Context
 from moejax.model.norms import layer_norm
@@ -36,11 +37,13 @@ class Indexer(nnx.Module):
         index = self.config
         x_BLD, latent_BLR = jax.lax.stop_gradient((x_BLD, latent_BLR))
         turn = lambda heads: rotate(heads, context.positions_BL, index.rope, dim=index.rotary_dim)
-        q_BLJC = turn(project("blr,rjc->bljc", latent_BLR, self.q_RJC[...]))
-        k_BLC = layer_norm(project("bld,dc->blc", x_BLD, self.k_DC[...]), self.k_norm_scale_C[...], self.k_norm_bias_C[...], eps=1e-6)
-        k_BLC = turn(k_BLC[:, :, None])[:, :, 0]
-        w_BLJ = project("bld,dj->blj", float_inside(x_BLD), self.weight_DJ[...]) * (index.num_heads * index.head_dim) ** -0.5
-        return q_BLJC, k_BLC, w_BLJ
+        q_BLJC = project("blr,rjc->bljc", latent_BLR, self.q_RJC[...])
+        k_BLC = project("bld,dc->blc", x_BLD, self.k_DC[...])
+        w_BLJ = project("bld,dj->blj", float_inside(x_BLD), self.weight_DJ[...])
+        if context.switches.index != "none":  # else nothing goes backward through them
+            q_BLJC, k_BLC, w_BLJ = named((q_BLJC, k_BLC, w_BLJ), "index_inputs")
+        k_BLC = layer_norm(k_BLC, self.k_norm_scale_C[...], self.k_norm_bias_C[...], eps=1e-6)
+        return turn(q_BLJC), turn(k_BLC[:, :, None])[:, :, 0], w_BLJ * (index.num_heads * index.head_dim) ** -0.5
 
     def choose(self, q_BLJC, k_BLC, w_BLJ, x_BLD, context: Context):
         """Positions of the chosen keys, int32 [B, L, K], -1 where there are fewer."""
@@ -100,17 +103,16 @@ class SparseAttention(nnx.Module):
         q, k, v, latent, gate = self.base.inputs(x_BLD, context)
         stage, aux = context.switches.index, {}
         scale = self.base.scale
-        if not self.shared:
-            index_q, index_k, index_w = self.indexer.inputs(x_BLD, latent, context)
-            if stage != "dense":
-                ids_BLK = self.indexer.choose(index_q, index_k, index_w, x_BLD, context)
-            if stage != "none":
-                run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(
-                    q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments
-                )
-                chosen = () if stage == "dense" else (ids_BLK,)
-                kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), index_q, index_k, index_w, context.segments, *chosen)
-                aux["index_kl"] = jnp.sum(kl_BL)
+        index = None if self.shared else self.indexer.inputs(x_BLD, latent, context)
+        if stage != "dense":
+            ids_BLK = named(ids_BLK if index is None else self.indexer.choose(*index, x_BLD, context), "index_ids")
+        if index is not None and stage != "none":
+            run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(
+                q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments
+            )
+            chosen = () if stage == "dense" else (ids_BLK,)
+            kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), *index, context.segments, *chosen)
+            aux["index_kl"] = jnp.sum(kl_BL)
         if stage == "dense":
             o = self.base.dense(q, k, v, context)
         else:

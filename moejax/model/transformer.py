@@ -10,6 +10,9 @@ from flax import nnx
 
 from moejax.config.model import LayerKind, ModelConfig
 from moejax.config.run import layer_plan
+from moejax.memory import prefetch
+from moejax.memory.names import named
+from moejax.memory.policy import policy
 from moejax.model import residual
 from moejax.model.attention import GroupedQueryAttention, LatentAttention
 from moejax.model.context import Context
@@ -18,7 +21,6 @@ from moejax.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moejax.model.norms import RMSNorm
 from moejax.model.sparse import SparseAttention
 from moejax.model.weights import Maker
-from moejax.moe.dispatch import KEPT
 from moejax.parallel.axes import constrain_rows
 
 MIXER_CLASSES = {
@@ -53,13 +55,14 @@ class Layer(nnx.Module):
           place: the layer's number, or any number congruent to it modulo the residual block.
           num_blocks: residual blocks put away so far (may be traced).
         """
-        ids, state, aux = carry["ids"], {name: carry[name] for name in carry if name != "ids"}, {}
+        ids, state, aux = carry["ids"], named({name: carry[name] for name in carry if name != "ids"}, "layer_input"), {}
         opens_block = bool(self.block_size) and place % self.block_size == 0
         x_BLD, kept = self.mixer_residual.enter(state, num_blocks)
-        y_BLD, ids, mixer_aux = self.mixer(self.mixer_norm(x_BLD), context, ids)
+        y_BLD, ids, mixer_aux = self.mixer(named(self.mixer_norm(x_BLD), "norm"), context, ids)
+        y_BLD = named(y_BLD, "mixer_out")
         state = self.mixer_residual.leave(state, y_BLD, kept, opens_block=opens_block)
         x_BLD, kept = self.feed_forward_residual.enter(state, num_blocks + 1 if opens_block else num_blocks)
-        z_BLD, moe_aux = self.feed_forward(self.feed_forward_norm(x_BLD), context)
+        z_BLD, moe_aux = self.feed_forward(named(self.feed_forward_norm(x_BLD), "norm"), context)
         state = self.feed_forward_residual.leave(state, z_BLD, kept, opens_block=False)
         if context.switches.debug:
             aux["finite_2"] = jnp.stack([jnp.isfinite(y_BLD).all(), jnp.isfinite(z_BLD).all()])
@@ -117,23 +120,27 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.unit)
         offset, size = len(self.plan.head), len(self.plan.unit)
 
-        def unit(carry, step):
-            index, weights, control = step
+        def unit(carry, step, batch):
+            (index, weights, control), (segments, positions_BL) = step, batch
             layers, aux = nnx.merge(graph, weights), {}
             for place, layer in layers.items():
                 number = offset + int(place)
-                of_layer = dataclasses.replace(context, control=control.get(place))
+                of_layer = dataclasses.replace(context, segments=segments, positions_BL=positions_BL, control=control.get(place))
                 carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
             return carry, aux
 
-        return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})))
+        steps = jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})
+        batch, saved = (context.segments, context.positions_BL), context.switches.saved
+        if saved is not None and saved.offloaded:
+            return prefetch.scan(unit, carry, steps, batch)
+        return jax.lax.scan(lambda carry, step: unit(carry, step, batch), carry, steps)
 
     def _run(self, layer, carry, context: Context, place: int, num_blocks):
-        if not context.switches.remat:
+        if context.switches.saved is None:
             return layer(carry, context, place=place, num_blocks=num_blocks)
         graph, weights = nnx.split(layer)
         inside = lambda weights, carry, num_blocks: nnx.merge(graph, weights)(carry, context, place=place, num_blocks=num_blocks)
-        return jax.checkpoint(inside, policy=jax.checkpoint_policies.save_only_these_names(KEPT))(weights, carry, num_blocks)
+        return jax.checkpoint(inside, policy=policy(context.switches.saved))(weights, carry, num_blocks)
 
     def _no_keys(self, tokens_BL):
         """Chosen keys before the first sparse layer: none. A place is kept only if layers share a choice."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from moejax_kernels import RowPlan, group_ranks
 
-KEPT = "dispatch_plan"
-"""Name of the results that remat keeps: a recomputed choice could break ties differently."""
-kept = functools.partial(checkpoint_name, name=KEPT)
+from moejax.memory.names import named
+
+kept = functools.partial(named, name="dispatch_plan")
+"""Marks what is never computed twice: a recomputed choice could break ties differently."""
 
 
 @jax.tree_util.register_dataclass

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from moejax_kernels import group_ranks, permute, unpermute
 
 from moejax.config.moe import MoEConfig
+from moejax.memory.names import named
 from moejax.moe import copies, dispatch, overflow, transport
 from moejax.moe.dispatch import kept
 from moejax.moe.overlap import Beside, Trip, travel
@@ -151,16 +152,22 @@ def _slots(ids_TK, tables: copies.Tables | None, *, num_experts: int):
 
 def chain(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor):
     """The way to the experts and back that a config asks for: (x_TD, slots_TK, probs_TK, apply) -> Trip of a Visit."""
+    outer, inner = stages(config, slots_per_device, num_devices, k, factor)
+    if outer is None:
+        return functools.partial(visit, stage=inner, similar=overflow.of(config))
+    return functools.partial(visit_by_node, outer=outer, inner=inner)
+
+
+def stages(config: MoEConfig, slots_per_device: int, num_devices: int, k: int, factor=None) -> tuple[Stage | None, Stage]:
+    """The exchange between nodes, or None, and the one inside a node or between all devices."""
     stage = functools.partial(Stage, static_factor=config.capacity_factor, factor=factor)
     if config.transport != "hierarchical":
-        flat = stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
-        return functools.partial(visit, stage=flat, similar=overflow.of(config))
+        return None, stage(Peers(num_devices), slots_per_device, k / num_devices, k, transport=config.transport)
     inside, across = transport.node_peers(num_devices, config.node_size)
     limited = config.router.num_groups == across.num and not config.copies.every  # groups of experts are nodes
     nodes = config.router.groups_kept if limited else distinct_nodes(config.num_experts, across.num, k)
     outer = stage(across, 1, nodes / across.num, min(k, across.num))
-    inner = stage(inside, slots_per_device, k / inside.num, k)  # a device takes in as many choices for others as it has
-    return functools.partial(visit_by_node, outer=outer, inner=inner)
+    return outer, stage(inside, slots_per_device, k / inside.num, k)  # a device takes in as many choices for others as it has
 
 
 def distinct_nodes(num_experts: int, num_nodes: int, k: int) -> float:
@@ -190,6 +197,7 @@ def visit(x_TD, slots_TK, probs_TK, *, apply, stage: Stage, similar: overflow.Si
         return permute(apply(permute(arrived_WD, grouping), sizes_x), dispatch.inverse(grouping))
 
     def finish(home_RD):
+        home_RD = named(home_RD, "expert_out")
         y_TD = unpermute(home_RD, plan.rows, probs_TK)
         weight_T = jnp.sum(jnp.where(plan.rows.slot_TK >= 0, probs_TK, 0), -1)
         given_T = jnp.zeros_like(weight_T)
@@ -226,6 +234,7 @@ def visit_by_node(x_TD, slots_TK, probs_TK, *, apply, outer: Stage, inner: Stage
         return inside
 
     def finish(home: Visit):
+        home = home._replace(y_TD=named(home.y_TD, "expert_out"))
         y_TD, weight_T1 = (unpermute(rows, plan.rows, jnp.ones_like(probs_TK)) for rows in (home.y_TD, home.weight_T))
         needed = jnp.maximum(home.needed, outer.needed(plan, num_tokens))
         return Visit(y_TD, weight_T1[:, 0], jnp.zeros_like(weight_T1[:, 0]), home.rows, needed)

@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config.moe import RouterConfig
-from moejax.moe.dispatch import KEPT
+from moejax.moe.dispatch import kept
 from moejax.moe.router import Choice, Routing, choose, is_overloaded, overload_factor, weigh
 from moejax.moe.topology import Topology, distance, distance_bias, own_device, rows_by_distance
 from moejax.parallel.islands import per_rows
@@ -45,7 +44,7 @@ def choose_layer(
     factor = None if topology is None or config.topology_far == 0 else topology.factor
     choice, counts = per_rows(on_own_rows, logits_BLE, segments.ids_BL, whole=(bias_E, home_device_E, factor))
     load_E, report = jax.tree.map(lambda count: count.sum(0, dtype=count.dtype), counts)
-    return choice, checkpoint_name(load_E, KEPT), report
+    return choice, kept(load_E), report
 
 
 def weigh_layer(choice: Choice, load_E, *, config: RouterConfig, constrain: bool = True, whole_load_E=None) -> tuple[Routing, dict]:

@@ -22,6 +22,10 @@ class Similar:
     candidates: int
     """Kept rows of the expert that are compared, spread evenly over them."""
 
+    def num_rows(self, choices: int) -> int:
+        """How many of so many choices can borrow."""
+        return min(choices, max(1, round(self.share * choices)))
+
     def borrow(self, x_TD, out_RD, home_RD, plan: SendPlan, slots_TK, probs_TK):
         """What the tokens get, [T, D], and the weight of it, [T].
 
@@ -31,7 +35,7 @@ class Similar:
           home_RD: their results.
         """
         num_tokens, k = slots_TK.shape
-        num = min(slots_TK.size, max(1, round(self.share * slots_TK.size)))  # B rows
+        num = self.num_rows(slots_TK.size)  # B rows
         dropped_R = ((slots_TK >= 0) & (plan.rows.slot_TK < 0)).reshape(-1)
         (at_B,) = jnp.nonzero(dropped_R, size=num, fill_value=slots_TK.size)
         real_B, at_B = at_B < slots_TK.size, jnp.minimum(at_B, slots_TK.size - 1)

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config.moe import RouterConfig
-from moejax.moe.dispatch import KEPT
+from moejax.moe.dispatch import kept
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +65,7 @@ def choose(logits_BLE, bias_E, valid_BL, *, experts_per_token: int, config: Rout
     if config.num_groups > 1:
         choice_BLE = _open_groups(choice_BLE, config)
     ids_BLK = jnp.where(valid_BL[:, :, None], jax.lax.top_k(choice_BLE, experts_per_token)[1], -1).astype(jnp.int32)
-    return Choice(checkpoint_name(ids_BLK, KEPT), scores_BLE, logits_BLE, ranked_BLE)
+    return Choice(kept(ids_BLK), scores_BLE, logits_BLE, ranked_BLE)
 
 
 def weigh(choice: Choice, *, config: RouterConfig, factor_E=None) -> Routing:

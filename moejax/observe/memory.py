@@ -29,7 +29,7 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
 
     Returns:
       `arguments_bytes`, `outputs_bytes`, `aliased_bytes` (outputs that reuse an argument), `temporaries_bytes`, `code_bytes`,
-      and `total_bytes`, in which an alias counts once.
+      `total_bytes` of these, in which an alias counts once, and `host_bytes`, temporaries in the host's memory.
 
     Raises:
       RuntimeError: the backend makes no memory analysis.
@@ -44,4 +44,5 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
         "temporaries_bytes": analysis.temp_size_in_bytes,
         "code_bytes": analysis.generated_code_size_in_bytes,
     }
-    return parts | {"total_bytes": sum(parts.values()) - 2 * parts["aliased_bytes"]}
+    total = sum(parts.values()) - 2 * parts["aliased_bytes"]
+    return parts | {"total_bytes": total, "host_bytes": analysis.host_temp_size_in_bytes}

@@ -1,8 +1,9 @@
-"""The order in which a compiled program runs: what is computed while a collective is on its way, and whom it reaches."""
+"""The order in which a compiled program runs: what is computed while a collective or a copy to the host is on its way, and whom it reaches."""
 
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -11,6 +12,9 @@ from moejax.plan.compiled import MOSAIC_CALL
 
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_ON_HOST = ":S(5)"
+_NO_COPY = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "custom-call", "conditional", "call", "opt-barrier")
+"""Instructions that name arrays in host memory without moving any."""
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 
 
@@ -30,27 +34,74 @@ class Exchange:
 
 def exchanges(compiled: jax.stages.Compiled, kind: str) -> list[Exchange]:
     """Collectives of one kind (as in `compiled.COLLECTIVES`) in the order in which they start; those of a loop's body once."""
-    computations = _computations(compiled.as_text() or "")
-    products = {name for name, lines in computations.items() if any(" dot(" in line for line in lines)}
     found = []
-    for lines in computations.values():
-        instructions = [match for match in map(_INSTRUCTION.match, lines) if match]
+    for _, instructions, products in _schedules(compiled):
         shapes = {match[1]: match[2] for match in instructions}
         for place, match in enumerate(instructions):
-            if not _is_start(match, kind):
+            if _is_start(match, kind):
+                found.append(
+                    Exchange(
+                        operand_bytes=sum(_bytes(shapes[name]) for name in re.findall(r"%([\w.-]+)", match[4])),
+                        groups=_groups(match.string),
+                        op_name=_op_name(match.string),
+                        meanwhile=_meanwhile(instructions, place, products),
+                    )
+                )
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopy:
+    """One copy between a device's memory and the host's."""
+
+    to_host: bool
+    moved_bytes: int
+    op_name: str
+    """Where it comes from in the traced program."""
+    meanwhile: tuple[str, ...]
+    """Where the matrix products between its start and its end come from; empty for a copy that everything waits for."""
+
+
+def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
+    """Copies between device and host in the order in which they start; those of a loop's body once."""
+    found = []
+    fused = set(re.findall(r"calls=%?([\w.-]+)", compiled.as_text() or ""))
+    for name, instructions, products in _schedules(compiled):
+        if name in fused:
+            continue
+        shapes = {match[1]: match[2] for match in instructions}
+        for place, match in enumerate(instructions):
+            operands = [shapes.get(name, "") for name in re.findall(r"%([\w.-]+)", match[4])]
+            if match[3] in _NO_COPY or match[3].endswith("-done") or not any(_ON_HOST in shape for shape in (match[2], *operands)):
                 continue
-            used = re.compile(rf"%{re.escape(match[1])}\b")
-            later = instructions[place + 1 :]
-            end = next((i for i, other in enumerate(later) if other[3].endswith("-done") and used.search(other[4])), 0)
+            device_bytes = [_bytes(shape) for shape in operands if _ON_HOST not in shape]
+            result = _result(match)
+            to_host = _ON_HOST in result
             found.append(
-                Exchange(
-                    operand_bytes=sum(_bytes(shapes[name]) for name in re.findall(r"%([\w.-]+)", match[4])),
-                    groups=_groups(match.string),
+                HostCopy(
+                    to_host=to_host,
+                    moved_bytes=max(device_bytes, default=0) if to_host else _bytes(result),
                     op_name=_op_name(match.string),
-                    meanwhile=tuple(_op_name(other.string) for other in later[:end] if _is_matmul(other.string, products)),
+                    meanwhile=_meanwhile(instructions, place, products),
                 )
             )
     return found
+
+
+def _schedules(compiled: jax.stages.Compiled) -> Iterator[tuple[str, list[re.Match], set[str]]]:
+    """Name and instructions of each computation, in the order of the schedule, and the names of those that hold matrix products."""
+    computations = _computations(compiled.as_text() or "")
+    products = {name for name, lines in computations.items() if any(" dot(" in line for line in lines)}
+    for name, lines in computations.items():
+        yield name, [match for match in map(_INSTRUCTION.match, lines) if match], products
+
+
+def _meanwhile(instructions: list[re.Match], place: int, products: set[str]) -> tuple[str, ...]:
+    """Where the products between the start at `place` and its end come from."""
+    used = re.compile(rf"%{re.escape(instructions[place][1])}\b")
+    later = instructions[place + 1 :]
+    end = next((i for i, other in enumerate(later) if other[3].endswith("-done") and used.search(other[4])), 0)
+    return tuple(_op_name(other.string) for other in later[:end] if _is_matmul(other.string, products))
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -63,6 +114,15 @@ def _computations(text: str) -> dict[str, list[str]]:
         else:
             lines.append(line)
     return computations
+
+
+def _result(match: re.Match) -> str:
+    """Type of an instruction's result; a start's tuple holds operands and a context beside it."""
+    if match[3] == "copy-start":  # (there, here, context)
+        return re.findall(r"\w+\[[^\]]*\]\{[^}]*\}", match[2])[0]
+    if match[3].endswith("-start"):  # ((operands), result, context)
+        return re.sub(r"^\(\(.*?\), (.*), u32\[\]\)$", r"\1", match[2])
+    return match[2]
 
 
 def _is_start(match: re.Match, kind: str) -> bool:

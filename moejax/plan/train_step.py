@@ -15,6 +15,7 @@ from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
+from moejax.train.saved import plan_saved, summary
 from moejax.train.state import placed_shapes
 
 
@@ -40,7 +41,8 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     mesh = make_mesh(config.mesh, devices(target, count))
     adaptive = config.model.moe.adaptive.highest
     model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
-    program = make_program(model, config.losses, config.optim, config.train)
+    choices = plan_saved(plan, gpu=True, model=model)
+    program = make_program(model, config.losses, config.optim, config.train, saved=choices.saved)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh)
@@ -51,6 +53,7 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     lines = [
         f"{'target':9} {count} x {target.name}, {target.memory_bytes / 2**30:.0f} GiB each",
         describe(plan, program.rules, state=tree_bytes(state), **compiled_bytes(compiled)),
+        f"{'saved':9} {summary(choices)}",
         *flags.lines(),
         f"{'launches':9} {spell(launches(compiled))} (loop bodies once)",
         f"{'traffic':9} {spell(collectives(compiled))} (loop bodies once)",

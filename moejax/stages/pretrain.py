@@ -42,6 +42,7 @@ from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
+from moejax.train.saved import plan_saved, summary
 from moejax.train.state import TrainState, init_state, placed_shapes
 
 USER_ERRORS = (
@@ -105,10 +106,12 @@ class Run:
         self.main = jax.process_index() == 0
         self.flags = options_for(jax.local_devices()[0])
         self.folder = Path(config.out_dir) / config.name
-        self.program = make_program(config.model, config.losses, config.optim, config.train)
         self.steps: dict[float, Any] = {}
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
+        self.choices = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model)
+        self.program_of = lambda model: make_program(model, config.losses, config.optim, config.train, saved=self.choices.saved)
+        self.program = self.program_of(config.model)
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
@@ -167,9 +170,10 @@ class Run:
         if size not in self.steps:
             config = self.config
             if adaptive.highest:
-                self.program = make_program(with_capacity(config.model, size), config.losses, config.optim, config.train)
+                self.program = self.program_of(with_capacity(config.model, size))
             self.steps[size] = self.compile(state, batches)
             self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
+            self.say(f"saved     {summary(self.choices)}")
             if adaptive.highest:
                 self.say(
                     f"capacity  buffers for {size:.3g} times the mean rows, one of {', '.join(f'{each:.3g}' for each in adaptive.sizes())}"

@@ -10,6 +10,7 @@ import optax
 
 from moejax.config.model import ModelConfig
 from moejax.config.training import LossConfig, OptimConfig, TrainConfig
+from moejax.memory.policy import Saved
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import switches_for
@@ -38,12 +39,12 @@ class Program:
         return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
 
 
-def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig) -> Program:
-    """The step that a config asks for."""
+def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, *, saved: Saved | None = None) -> Program:
+    """The step that a config asks for; `saved`: what each layer keeps for its backward pass."""
     like = language_model.shapes(model)
     rules = groups.assign(optim, like, train_only=train.train_only)
     optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
-    switches = switches_for(losses, remat=train.remat == "layer", debug=train.debug)
+    switches = switches_for(losses, saved=saved, debug=train.debug)
     step = functools.partial(
         train_step,
         config=model,

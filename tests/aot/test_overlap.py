@@ -6,6 +6,7 @@ import k3_layer
 import pytest
 
 from moejax.config.data import DataConfig
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import MLAConfig
 from moejax.config.model import PrecisionConfig
@@ -77,7 +78,8 @@ def test_the_train_step_of_a_model_hides_all_exchanges_of_rows_but_one():
         data=DataConfig(seq_len=k3_layer.TOKENS, batch_size=64),
         losses=LossConfig(bias_update="sign", balance="sequence", balance_coef=1e-4),
         optim=OptimConfig(kind="adamw"),
-        train=TrainConfig(steps=10, remat="layer"),
+        train=TrainConfig(steps=10),
+        memory=MemoryConfig(preset="lean"),
     )
     planned = plan_step(config, TARGETS["h200"], 64)
     found = [exchange for exchange in of_rows(planned.compiled) if exchange.operand_bytes == k3_layer.rows_bytes(2, 1.25)]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
+from moejax.config.memory import LEAN
 from moejax.config.training import LossConfig
+from moejax.memory.policy import Saved
 from moejax.model.objective import switches_for
 from moejax.parallel.mesh import mesh_from
 from moejax.train import step as steps
@@ -45,7 +47,7 @@ def loads(report):
 def test_recompute_counts_no_row_twice_and_changes_no_gradient(kwargs):
     params = weights(bias=0.1)
     loss, grads, report = run(params, **kwargs)
-    again_loss, again, again_report = run(params, remat=True, **kwargs)
+    again_loss, again, again_report = run(params, saved=Saved(), **kwargs)
     num_tokens = (tiny.batch().segments.ids_BL >= 0).sum()
     assert loads(report).sum(1).tolist() == [num_tokens * CONFIG.moe.experts_per_token] * CONFIG.num_layers
     np.testing.assert_array_equal(loads(again_report), loads(report))
@@ -56,29 +58,27 @@ def test_recompute_counts_no_row_twice_and_changes_no_gradient(kwargs):
 def test_ties_are_routed_to_the_lower_expert_with_and_without_recompute():
     params = with_routers(weights(), lambda name, leaf: np.zeros_like(leaf))
     _, grads, report = run(params)
-    _, again, again_report = run(params, remat=True)
+    _, again, again_report = run(params, saved=Saved())
     num_tokens = int((tiny.batch().segments.ids_BL >= 0).sum())
     want = [num_tokens, num_tokens, *[0] * (CONFIG.moe.num_experts - 2)]
     assert loads(report).tolist() == loads(again_report).tolist() == [want] * CONFIG.num_layers
     assert tiny.worst(again, grads)[0] < 1e-12
 
 
-def test_no_choice_of_experts_and_no_dispatch_plan_is_recomputed():
+@pytest.mark.parametrize("index", ["none", "sparse"])
+def test_no_choice_of_experts_or_keys_and_no_dispatch_plan_is_recomputed(index):
     """The backward pass reads the saved choice and plan: a recomputed one could break ties differently."""
     mesh = mesh_from()
-    config = dataclasses.replace(CONFIG, precision=tiny.FLOAT32)
-    counts = {}
-    for remat in (False, True):
+    config = dataclasses.replace(CONFIG, precision=tiny.FLOAT32) if index == "none" else tiny.model("dsa", "dsa_shared")
+    losses, counts = dataclasses.replace(LOSSES, index=index), {}
+    primitives = ("top_k", "scatter") if index == "none" else ("top_k",)  # masked attention scatters too, and runs again
+    for saved in (None, Saved(), Saved((), LEAN)):
         with jax.set_mesh(mesh):
-            jaxpr = (
-                jax.jit(
-                    lambda params, batch, remat=remat: steps.gradients(config, LOSSES, params, batch, switches_for(LOSSES, remat=remat))
-                )
-                .trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh))
-                .jaxpr
-            )
-        counts[remat] = {name: str(jaxpr).count(f"= {name}[") for name in ("top_k", "scatter")}
-    assert counts[True] == counts[False] and counts[False]["top_k"] == 1 and counts[False]["scatter"] >= 1, counts
+            run = lambda params, batch, saved=saved: steps.gradients(config, losses, params, batch, switches_for(losses, saved=saved))
+            jaxpr = jax.jit(run).trace(tiny.lay(tiny.weights(config), config, mesh), tiny.put(tiny.batch(), mesh)).jaxpr
+        counts[saved] = {name: str(jaxpr).count(f"= {name}[") for name in primitives}
+    assert len({tuple(count.values()) for count in counts.values()}) == 1, counts
+    assert counts[None]["top_k"] == {"none": 1, "sparse": 3}[index] and counts[None].get("scatter", 1) >= 1, counts
 
 
 def test_all_tokens_on_one_devices_experts_end_in_time_and_right():

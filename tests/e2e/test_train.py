@@ -94,9 +94,24 @@ def test_show_prints_the_plan_without_touching_a_device(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_show_memory_lists_what_each_layer_keeps_and_what_it_costs(tmp_path, capsys):
+    config = str(commands.write_config(tmp_path))
+    assert (
+        cli.main(
+            ["show", config, "--memory", "--memory.preset", "lean", "--memory.offload", "layer_input", "--memory.copy_gb_per_s", "0.001"]
+        )
+        == 0
+    )
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" " * 10)}
+    assert rows["layer_input"][1] == "layer" and rows["layer_input"][-2] == "offload" and float(rows["layer_input"][-1]) > 0
+    assert rows["attention"][1] == "gqa" and rows["attention"][-2] == "recompute"
+    assert rows["dispatch_plan"][1] == "moe" and rows["dispatch_plan"][-2:] == ["keep", "0.000"]
+
+
 @pytest.mark.parametrize(
     "args, text",
     [
+        (("--memory.offload", "chunk_states"), "memory.offload names 'chunk_states', which no layer of this model makes"),
         (("--mesh.expert", "3"), "expert=3 needs a multiple of 3 devices"),
         (("--model.moe.num_experts", "6"), "mesh.expert=4 must divide model.moe.num_experts=6"),
         (("--model.moe.nmu_experts", "8"), "nmu_experts"),

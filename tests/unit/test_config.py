@@ -7,6 +7,7 @@ import pytest
 
 from moejax.config.data import DataConfig, SourceConfig
 from moejax.config.errors import ConfigError
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import AXES, BUILT, MeshConfig, ProcessConfig
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig, RopeConfig
 from moejax.config.model import ActivationConfig, LayerKind, ModelConfig, PrecisionConfig, ResidualConfig, plan_layers
@@ -79,6 +80,12 @@ WRONG = [
     (lambda: TrainConfig(steps=0), ["train.steps=0", "at least 1"]),
     (lambda: TrainConfig(accumulation=0), ["train.accumulation=0", "at least 1"]),
     (lambda: TrainConfig(log_every=0), ["train.log_every=0", "at least 1"]),
+    (lambda: MemoryConfig(budget_gb=1.0), ["memory.budget_gb=1.0", "memory.preset is 'fast'"]),
+    (lambda: MemoryConfig(preset="auto"), ["memory.budget_gb=0.0", "above 0", "memory.preset='auto'"]),
+    (lambda: MemoryConfig(offload=("quary",)), ["memory.offload names 'quary'", "legal are layer_input, "]),
+    (lambda: MemoryConfig(keep=("query",), offload=("query",)), ["memory.offload and memory.keep both name 'query'"]),
+    (lambda: MemoryConfig(recompute=("layer_input",)), ["memory.recompute names 'layer_input'", "nothing is left", "offload fits"]),
+    (lambda: MemoryConfig(recompute=("dispatch_plan",)), ["memory.recompute names 'dispatch_plan'", "ties", "keep or offload fits"]),
     (lambda: CheckpointConfig(every=-1), ["checkpoint.every=-1", "at least 0"]),
     (lambda: CheckpointConfig(keep=0), ["checkpoint.keep=0", "at least 1"]),
     (lambda: ObserveConfig(profile="13:10"), ["observe.profile='13:10'", "first:last", "10:13"]),
@@ -120,6 +127,7 @@ SMALLEST = {  # smallest value that fits, by config, in what messages call it
     (MoEConfig, "moe"): {"num_experts": 1, "hidden": 1, "shared_hidden": 0, "latent_width": 0},
     (ModelConfig, "model"): {"vocab_size": 1, "width": 1, "num_layers": 1, "dense_hidden": 1, "init_std": 0},
     (OptimConfig, "optim"): {"weight_decay": 0, "warmup_steps": 0, "muon_learning_rate": 0},
+    (MemoryConfig, "memory"): {"budget_gb": 0},
     (TrainConfig, "train"): {"eval_every": 0, "eval_batches": 1, "max_skipped": 0},
     (ObserveConfig, "observe"): {"sample_tokens": 0, "peak_tflops": 0},
 }
@@ -131,6 +139,7 @@ ABOVE_ZERO = [
     (ModelConfig, "model", "norm_eps"),
     (OptimConfig, "optim", "eps"),
     (CheckpointConfig, "checkpoint", "term_timeout_s"),
+    *((MemoryConfig, "memory", name) for name in ("compute_tflops", "memory_gb_per_s", "copy_gb_per_s", "exchange_gb_per_s")),
 ]
 IGNORED = [  # what is made with them, fields that are not used, and what fields would be
     (RopeConfig, {"kind": "none"}, {"theta": 5.0}, {"kind": "half"}),

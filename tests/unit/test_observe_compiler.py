@@ -73,6 +73,7 @@ def test_bytes_of_a_tree_are_those_of_the_fullest_device():
 def test_bytes_of_a_program_are_per_device():
     found = compiled_bytes(compile_reshard(sharded(("a", "b")), sharded(("a", "b"))))
     assert found["arguments_bytes"] == found["outputs_bytes"] == 16 * 16 * 4 // 4
+    assert found["host_bytes"] == 0
     assert found["total_bytes"] == sum(found.values()) - found["total_bytes"] - 2 * found["aliased_bytes"]
 
 

@@ -15,8 +15,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from moejax_kernels import gpu
+from moejax_kernels import gpu, saved
 
 from moejax_kernels.triton_launch import launch  # isort: skip (before triton)
 import triton
@@ -104,11 +105,12 @@ def _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
         **constants,
         **tile.launched(),
     )
+    o_BLHM, log_total_BHL = checkpoint_name((o_BLHM, log_total_BHL), saved.ATTENTION)
     return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL)
 
 
-def _grads(scale, window, saved, do_BLHM):
-    q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL = saved
+def _grads(scale, window, kept, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL = kept
     B, L, H, _ = q_BLHC.shape
     constants, (_, tile, _) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
     starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders
@@ -127,7 +129,7 @@ def _grads(scale, window, saved, do_BLHM):
         **constants,
         **tile.launched(),
     )
-    dk_BLGC, dv_BLGM = _key_gradients(saved, do_BLHM, delta_BHL, scale, window)
+    dk_BLGC, dv_BLGM = _key_gradients(kept, do_BLHM, delta_BHL, scale, window)
     dsinks_H = None
     if sinks_H is not None:
         share_BHL = jnp.exp2(sinks_H.astype(jnp.float32)[:, None] * LOG2E - log_total_BHL)
@@ -135,8 +137,8 @@ def _grads(scale, window, saved, do_BLHM):
     return dq_BLHC, dk_BLGC, dv_BLGM, dsinks_H, None
 
 
-def _key_gradients(saved, do_BLHM, delta_BHL, scale, window):
-    q_BLHC, k_BLGC, v_BLGM, _, borders, _, log_total_BHL = saved
+def _key_gradients(kept, do_BLHM, delta_BHL, scale, window):
+    q_BLHC, k_BLGC, v_BLGM, _, borders, _, log_total_BHL = kept
     B, L, G, _ = k_BLGC.shape
     constants, (_, _, tile) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
     num_tiles = triton.cdiv(L, tile.keys)

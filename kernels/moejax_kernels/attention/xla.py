@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from moejax_kernels import saved
 from moejax_kernels.query_blocks import MIN_QUERIES
 from moejax_kernels.varying import vary_alike
 from moejax_kernels.visibility import chosen, visible
@@ -66,12 +68,12 @@ def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, scale, window):
         return None, (o_BGQNM, _finite(peak_BGQN) + jnp.log(total_BGQN))
 
     _, (o, log_total) = jax.lax.scan(forward, None, jnp.arange(tiles.num_blocks))
-    o_BLHM, log_total_BLH = tiles.join(o), tiles.join(log_total[..., None])[..., 0]
+    o_BLHM, log_total_BLH = checkpoint_name((tiles.join(o), tiles.join(log_total[..., None])[..., 0]), saved.ATTENTION)
     return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH)
 
 
-def _grads(scale, window, saved, do_BLHM):
-    q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH = saved
+def _grads(scale, window, kept, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH = kept
     tiles = _Tiles.build(q_BLHC, k_BLGC, ids_BLK, segments, window)
     inside = log_total_BLH.dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=inside)

@@ -3,9 +3,11 @@
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax_kernels.gated_activation import gated_activation
 from moejax_kernels.grouped_matmul import grouped_matmul
+from moejax_kernels.saved import EXPERT_HIDDEN
 
 
 def grouped_mlp(x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, *, matmul, **activation):
@@ -19,4 +21,5 @@ def grouped_mlp(x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, *, matmul, **ac
         h_RF, down_EFD = jax.lax.optimization_barrier((h_RF, down_EFD))
         return product(h_RF, down_EFD, group_sizes_E)
 
-    return down(product(x_RD, gate_EDF, group_sizes_E), product(x_RD, up_EDF, group_sizes_E), down_EFD)
+    gate_RF, up_RF = (checkpoint_name(product(x_RD, w_EDF, group_sizes_E), EXPERT_HIDDEN) for w_EDF in (gate_EDF, up_EDF))
+    return down(gate_RF, up_RF, down_EFD)

@@ -7,9 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax_kernels.gated_activation import reference
 from moejax_kernels.row_blocks import over_blocks, transposed
+from moejax_kernels.saved import EXPERT_HIDDEN
 from moejax_kernels.varying import vary_alike
 
 
@@ -37,6 +39,7 @@ def _save(activation, x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E):
 
     nothing = vary_alike(tuple(jnp.zeros_like(x_RD, shape=(num_rows, width)) for width in (x_RD.shape[1], hidden, hidden)), x_RD)[0]
     y_RD, gate_RF, up_RF = over_blocks(body, nothing, group_sizes_E, num_rows)
+    gate_RF, up_RF = checkpoint_name((gate_RF, up_RF), EXPERT_HIDDEN)
     return y_RD, (x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, gate_RF, up_RF)
 
 

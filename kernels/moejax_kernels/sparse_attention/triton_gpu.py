@@ -13,8 +13,9 @@ from moejax_kernels.triton_launch import launch  # isort: skip (points Triton at
 import jax
 import jax.numpy as jnp
 import triton
+from jax.ad_checkpoint import checkpoint_name
 
-from moejax_kernels import gpu
+from moejax_kernels import gpu, saved
 from moejax_kernels.sparse_attention import triton_visible
 from moejax_kernels.sparse_attention.triton_backward import cast_both, gradient_of_keys, gradient_of_queries
 from moejax_kernels.sparse_attention.triton_forward import attend
@@ -44,11 +45,12 @@ def _forward(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
 
 def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
     o_BLHM, lse_BLH = _forward(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim)
+    o_BLHM, lse_BLH = checkpoint_name((o_BLHM, lse_BLH), saved.ATTENTION)
     return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, o_BLHM, lse_BLH)
 
 
-def _grads(scale, value_dim, saved, do_BLHM):
-    q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, o_BLHM, lse_BLH = saved
+def _grads(scale, value_dim, kept, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, o_BLHM, lse_BLH = kept
     length = q_BLHC.shape[1]
     inputs, shape, options = _prepare("queries", q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, value_dim)
     dq_BLHC, delta_BLH = launch(

@@ -4,7 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from moejax_kernels import saved
 from moejax_kernels.attention.reference import masked_softmax
 from moejax_kernels.attention.xla import masked_attention
 from moejax_kernels.query_blocks import num_queries, over_queries, scan_queries
@@ -32,11 +34,12 @@ def _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
 
 
 def _save(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim):
-    return _gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim), (q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments)
+    o_BLHM = checkpoint_name(_gathered(q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments, scale, value_dim), saved.ATTENTION)
+    return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments)
 
 
-def _grads(scale, value_dim, saved, do_BLHM):
-    q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments = saved
+def _grads(scale, value_dim, kept, do_BLHM):
+    q_BLHC, k_BLGC, v_BLGM, ids_BLK, segments = kept
     inside = jnp.promote_types(q_BLHC.dtype, jnp.float32)
 
     def block(sums, query_Q, q_BQHC, ids_BQK, do_BQHM):

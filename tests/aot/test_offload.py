@@ -1,0 +1,109 @@
+"""Results that wait in host memory, read from the train step of a model with Kimi-Linear's widths, compiled for eight H200s.
+
+python tests/aot/test_offload.py     # prints the bytes of every preset
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from named_results import named_bytes
+
+from moejax.config.data import DataConfig
+from moejax.config.memory import MemoryConfig
+from moejax.config.mesh import MeshConfig
+from moejax.config.mixers import KDAConfig, MLAConfig, RopeConfig
+from moejax.config.model import ModelConfig
+from moejax.config.moe import MoEConfig, RouterConfig
+from moejax.config.run import RunConfig, resolve
+from moejax.config.training import LossConfig, TrainConfig
+from moejax.data.batch import Batch
+from moejax.observe.memory import compiled_bytes
+from moejax.parallel.mesh import make_mesh
+from moejax.plan.schedule import host_copies
+from moejax.plan.targets import TARGETS, devices
+from moejax.plan.train_step import PlannedStep, plan_step
+from moejax.train.placement import batch_shapes
+from moejax.train.program import make_program
+from moejax.train.saved import plan_saved
+from moejax.train.state import placed_shapes
+
+pytestmark = pytest.mark.aot
+DEVICES = 8
+MODEL = ModelConfig(
+    vocab_size=16384,
+    width=2304,
+    num_layers=4,
+    mixers=("kda", "mla"),
+    kda=KDAConfig(num_heads=32, key_dim=128, value_dim=128, decay="softplus"),
+    mla=MLAConfig(num_heads=32, q_lora_rank=0, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=RopeConfig(kind="none")),
+    moe=MoEConfig(
+        num_experts=64,
+        experts_per_token=8,
+        hidden=1024,
+        shared_hidden=1024,
+        capacity_factor=1.25,
+        router=RouterConfig(score="sigmoid", correction_bias=True, scale=2.446),
+    ),
+)
+"""Two KDA and two MLA layers in a scan of two steps; a quarter of Kimi-Linear's experts, of which a token still visits 8."""
+MEMORY = {
+    "fast": MemoryConfig(),
+    "balanced": MemoryConfig(preset="balanced"),
+    "lean": MemoryConfig(preset="lean"),
+    "balanced, on the host": MemoryConfig(preset="balanced", offload=("layer_input", "attention", "chunk_states", "mixer_out", "latent")),
+}
+
+
+def config(memory: MemoryConfig) -> RunConfig:
+    return RunConfig(
+        name="offload",
+        mesh=MeshConfig(fsdp=1, expert=DEVICES),
+        model=MODEL,
+        data=DataConfig(seq_len=4096, batch_size=DEVICES),
+        losses=LossConfig(bias_update="sign"),
+        train=TrainConfig(steps=10),
+        memory=memory,
+    )
+
+
+@functools.cache
+def planned(name: str) -> PlannedStep:
+    return plan_step(config(MEMORY[name]), TARGETS["h200"], DEVICES)
+
+
+def test_the_host_holds_the_bytes_that_were_asked_for_and_each_copy_has_matmuls_beside_it():
+    step = planned("balanced, on the host")
+    wanted = plan_saved(step.plan, gpu=True)
+    assert compiled_bytes(step.compiled)["host_bytes"] == wanted.chosen_bytes("offload") > 0
+    copies = host_copies(step.compiled)
+    there, back = ([copy for copy in copies if copy.to_host == to_host] for to_host in (True, False))
+    each = wanted.chosen_bytes("offload") // (MODEL.num_layers // 2)  # a step of the scan holds two layers
+    assert sum(copy.moved_bytes for copy in there) == sum(copy.moved_bytes for copy in back) == each
+    bare = [copy for copy in copies if not copy.meanwhile]
+    assert not bare, bare
+
+
+def test_named_results_on_a_gpu_have_the_bytes_of_the_table():
+    """The Triton kernels keep other arrays than those for CPUs."""
+    plan = resolve(dataclasses.replace(config(MEMORY["fast"]), model=dataclasses.replace(MODEL, num_layers=2, scan_layers=False)), DEVICES)
+    run, mesh = plan.config, make_mesh(plan.config.mesh, devices(TARGETS["h200"], DEVICES))
+    program = make_program(run.model, run.losses, run.optim, run.train)
+    zeros_BL = np.zeros((DEVICES, run.data.seq_len), np.int32)
+    with jax.set_mesh(mesh):
+        state = placed_shapes(run.model, program.optimizer, mesh)
+        jaxpr = jax.jit(program.step).trace(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=1)).jaxpr
+    assert named_bytes(jaxpr, DEVICES) == {name: total.kept_bytes for name, total in plan_saved(plan, gpu=True).totals.items()}
+
+
+def test_presets_hold_less_and_less():
+    temporaries = [compiled_bytes(planned(name).compiled)["temporaries_bytes"] for name in ("fast", "balanced", "lean")]
+    assert temporaries == sorted(temporaries, reverse=True), temporaries
+
+
+if __name__ == "__main__":
+    for name in MEMORY:
+        sizes = compiled_bytes(planned(name).compiled)
+        print(f"{name:32} temporaries {sizes['temporaries_bytes'] / 2**20:8.1f} MiB, host {sizes['host_bytes'] / 2**20:8.1f} MiB")
