@@ -48,8 +48,16 @@ class DataConfig:
     """Rows that first-fit packing keeps open at a time."""
     heldout_percent: int = 5
     """Share of documents kept for evaluation, chosen by a hash of their name; 1 to 50."""
+    share_prefixes: bool = False
+    """Documents of a row that begin alike become a tree: what they share is computed once. Loss and gradients stay (docs/prefixes.md)."""
+    min_shared: int = 64
+    """Shared prefixes: tokens that documents must have in common, counted anew at each branching."""
+    row_segments: int = 32
+    """Shared prefixes: branches, stems and whole documents of a row, its padding counted as one; some work of every layer grows with it."""
 
     def __post_init__(self):
         require(bool(self.sources), "data.sources is empty; give at least one source.")
         require_ranges("data", self, seq_len=">= 2", batch_size=">= 1", pack_rows=">= 1")
+        require_ranges("data", self, min_shared=">= 2", row_segments=">= 2")
+        refuse_unused("data", self, "min_shared", "row_segments", unless=self.share_prefixes, why="data.share_prefixes is off")
         require(1 <= self.heldout_percent <= 50, f"data.heldout_percent={self.heldout_percent} must lie between 1 and 50.")

@@ -9,7 +9,8 @@ from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
 from moejax.data.mixture import SplitName, epoch_length, open_splits, require_targets, token_stream
-from moejax.data.packing import Packer, StateMismatchError, fill
+from moejax.data.packing import Packer, StateMismatchError, fill, fill_trees
+from moejax.data.prefixes import Sharing
 from moejax.data.tokenizers import load_tokenizer
 
 _PREFETCHED_BATCHES = 2
@@ -50,6 +51,7 @@ class Loader:
             "sources": [documents.digest() for documents in splits],
             "weights": [source.weight for source in config.sources],
             "tokenizer": self.tokenizer.identity,
+            "prefixes": [config.min_shared, config.row_segments] if config.share_prefixes else None,
             **{key: getattr(config, key) for key in ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "heldout_percent")},
         }
         """What makes the stream this one: equal on all processes, or they read different data. Part of the state."""
@@ -61,6 +63,7 @@ class Loader:
             pack_rows=config.pack_rows,
             num_reading=config.batch_size,
             epoch=epoch_length(config, splits),
+            sharing=Sharing(min_shared=config.min_shared, row_segments=config.row_segments) if config.share_prefixes else None,
         )
         num_rows = config.batch_size // process_count
         self._batches = _Prefetch(
@@ -119,7 +122,10 @@ class _Batches:
         if not rows:
             raise StopIteration
         rows += [[]] * (self._config.batch_size - len(rows))
-        return Batch.build(*fill(rows[self._rows], self._config.seq_len))
+        rows, config = rows[self._rows], self._config
+        if not config.share_prefixes:
+            return Batch.build(*fill(rows, config.seq_len))
+        return Batch.build(*fill_trees(rows, config.seq_len, config.min_shared), num_segments=config.row_segments)
 
     def get_state(self) -> dict:
         return self._packer.state()

@@ -6,6 +6,9 @@ of `pack_rows` open rows that has room. A row is handed out when it is full, or,
 
 Several documents are read side by side, a piece of each in turn: rows that follow each other come from different documents,
 or a batch of short rows would see one document only. Within a document the pieces keep their order.
+
+With shared prefixes a piece goes first to the open row with whose pieces it shares most, and a row's room is counted in the tokens of
+its forest (`prefixes.branches`), which follows from its pieces alone. A piece as long as a row still stands alone.
 """
 
 import collections
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moejax.data.prefixes import Sharing, branches, common, num_tokens
 from moejax.data.sources import DataError
 
 
@@ -34,15 +38,14 @@ class _Row:
     places: list[tuple[int, int, int]]
     """Document, first token, one past the last token of each piece."""
     pieces: list[np.ndarray]
-
-    def used(self) -> int:
-        return sum(stop - start for _, start, stop in self.places)
+    used: int
+    """Tokens of the row."""
 
 
 class Packer:
     """Iterator of rows, each a list of pieces (int32 [T] each, seq_len tokens or fewer in all)."""
 
-    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int, epoch: int):
+    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int, epoch: int, sharing: Sharing | None = None):
         """Starts at the first document.
 
         Args:
@@ -51,9 +54,10 @@ class Packer:
           pack_rows: rows kept open.
           num_reading: documents read side by side.
           epoch: documents in which everything there is has come by; as many without a token, one after the other, are an error.
+          sharing: how pieces share their beginnings; None: they do not.
         """
         self._documents, self._seq_len, self._pack_rows, self._num_reading = documents, seq_len, pack_rows, num_reading
-        self._epoch = epoch
+        self._epoch, self._sharing = epoch, sharing
         self._next_document = 0
         self._reading: collections.deque[tuple[int, int]] = collections.deque()  # document, tokens taken
         self._tokens: dict[int, np.ndarray] = {}  # of the documents being read
@@ -93,7 +97,7 @@ class Packer:
         self._tokens = {}
         for document, taken in self._reading:
             self._check(document, self._read(document), taken)
-        self._open = [_Row([tuple(place) for place in places], [self._again(*place) for place in places]) for places in state["open"]]
+        self._open = [self._row_again([tuple(place) for place in places]) for places in state["open"]]
 
     def _next_place(self) -> tuple[int, int, int] | None:
         num_empty = 0
@@ -126,24 +130,53 @@ class Packer:
     def _put(self, place: tuple[int, int, int], piece: np.ndarray) -> _Row | None:
         """Puts a piece where it belongs; returns a row that is done."""
         if piece.size == self._seq_len:
-            return _Row([place], [piece])
-        for at, row in enumerate(self._open):
-            used = row.used() + piece.size
+            return _Row([place], [piece], piece.size)
+        for row in self._by_preference(piece):
+            used, full = self._with(row, piece)
             if used <= self._seq_len:
                 row.places.append(place)
                 row.pieces.append(piece)
-                return self._open.pop(at) if used == self._seq_len else None
+                row.used = used
+                if full:
+                    self._open.remove(row)
+                return row if full else None
         done = None
         if len(self._open) == self._pack_rows:
-            done = max(self._open, key=_Row.used)
+            done = max(self._open, key=lambda row: row.used)
             self._open.remove(done)
-        self._open.append(_Row([place], [piece]))
+        self._open.append(_Row([place], [piece], piece.size))
         return done
+
+    def _by_preference(self, piece: np.ndarray) -> list[_Row]:
+        """Open rows: those whose pieces begin like this one first, by how much they share, then in the order of their opening."""
+        if self._sharing is None:
+            return self._open.copy()
+        least = self._sharing.min_shared
+        beginning = piece[:least].tobytes()
+
+        def shared(row: _Row) -> int:
+            alike = (other for other in row.pieces if min(other.size, piece.size) >= least and other[:least].tobytes() == beginning)
+            return max((common(piece, other) for other in alike), default=0)
+
+        return sorted(self._open, key=shared, reverse=True)
+
+    def _with(self, row: _Row, piece: np.ndarray) -> tuple[int, bool]:
+        """Tokens of a row with one more piece, more than seq_len if it has no room; and whether it has none for another."""
+        if self._sharing is None:
+            return row.used + piece.size, row.used + piece.size == self._seq_len
+        parts = branches([*row.pieces, piece], self._sharing.min_shared)
+        used, free = num_tokens(parts), self._sharing.row_segments - 1 - len(parts)
+        return (used, used == self._seq_len or not free) if free >= 0 else (self._seq_len + 1, True)
 
     def _read(self, document: int) -> np.ndarray:
         if document not in self._tokens:
             self._tokens[document] = self._documents[document]
         return self._tokens[document]
+
+    def _row_again(self, places: list[tuple[int, int, int]]) -> _Row:
+        pieces = [self._again(*place) for place in places]
+        used = num_tokens(branches(pieces, self._sharing.min_shared)) if self._sharing else sum(piece.size for piece in pieces)
+        return _Row(places, pieces, used)
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]
@@ -170,3 +203,11 @@ def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray
             ids_BL[row, at : at + piece.size] = number
             at += piece.size
     return tokens_BL, ids_BL
+
+
+def fill_trees(rows: Sequence[Sequence[np.ndarray]], seq_len: int, min_shared: int) -> tuple[np.ndarray, np.ndarray, list[dict[int, int]]]:
+    """As `fill`, what pieces share written once: tokens_BL, segment_ids_BL, and the parents of each row's segments."""
+    forests = [branches(pieces, min_shared) for pieces in rows]
+    parts = [[pieces[part.sample][part.start : part.stop] for part in forest] for pieces, forest in zip(rows, forests, strict=True)]
+    parents = [{number: part.parent for number, part in enumerate(forest) if part.parent is not None} for forest in forests]
+    return *fill(parts, seq_len), parents

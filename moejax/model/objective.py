@@ -14,6 +14,7 @@ from moejax.model.context import Switches
 
 LAYER_REPORTS = (
     "load_E",
+    "counted_E",
     "dropped",
     "weight_lost",
     "weight_given",
@@ -37,11 +38,11 @@ class Totals:
     targets: Any
     """Weights of all targets."""
     tokens: Any
-    """Tokens that are not padding."""
+    """Tokens that are not padding, each once for every document that holds it."""
     rows: Any
     """Rows with at least one token."""
     documents: Any
-    """Documents (segments)."""
+    """Documents: segments, or in a tree of prefixes the ways from a root to a leaf."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +66,10 @@ class Report:
 
 def totals(batch) -> Totals:
     """Totals of a batch whose arrays have any leading dims."""
-    ids = batch.segments.ids_BL
-    first = (batch.segments.starts_BL == jnp.arange(ids.shape[-1])) & (ids >= 0)
-    count = lambda flags: jnp.sum(flags).astype(jnp.float32)
-    return Totals(jnp.sum(batch.weights_BL), count(ids >= 0), count((ids >= 0).any(-1)), count(first))
+    times = batch.segments.multiplicity()
+    documents = jnp.where(batch.segments.previous_BL < 0, times, 0)  # a document's first token stands in every document of its tree
+    count = lambda numbers: jnp.sum(numbers).astype(jnp.float32)
+    return Totals(jnp.sum(batch.weights_BL), count(times), count((times > 0).any(-1)), count(documents))
 
 
 def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:

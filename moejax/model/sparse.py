@@ -110,7 +110,7 @@ class SparseAttention(nnx.Module):
                 )
                 chosen = () if stage == "dense" else (ids_BLK,)
                 kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), index_q, index_k, index_w, context.segments, *chosen)
-                aux["index_kl"] = jnp.sum(kl_BL)
+                aux["index_kl"] = jnp.sum(kl_BL * context.segments.multiplicity())
         if stage == "dense":
             o = self.base.dense(q, k, v, context)
         else:
