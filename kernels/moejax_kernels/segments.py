@@ -103,8 +103,9 @@ class Segments:
         wrong_B = _checksum(ids_BL, previous_BL) != np.asarray(self.checksum_B)
         wrong = {"the ids (or parents)": wrong_B}
         if not wrong_B.any():  # else the ids may be none that can be built from
-            parent, num = (None, None) if self.ancestor_BUU is None else (_parents(ids_BL, previous_BL), np.shape(self.ancestor_BUU)[1])
-            fresh = Segments.build(ids_BL, parent, num_segments=num)
+            parent = None if self.index_BL is None else _parents(ids_BL, previous_BL)
+            num_segments = None if self.ancestor_BUU is None else np.shape(self.ancestor_BUU)[1]
+            fresh = Segments.build(ids_BL, parent, num_segments=num_segments)
             wrong = {
                 field.name: _rows_that_differ(getattr(self, field.name), getattr(fresh, field.name)) for field in dataclasses.fields(self)
             }
@@ -126,6 +127,31 @@ class Segments:
                 base = positions_BL[row, previous_L[at]] + 1 if previous_L[at] >= 0 else 0
                 positions_BL[row, at : max(np.asarray(self.ends_BL)[row, at], at + 1)] += base
         return positions_BL.astype(np.int32)
+
+    def rebuilt(self) -> "Segments":
+        """The same, read off the ids anew inside a program; what a batch brings is built once, on the host.
+
+        Raises:
+          ValueError: segments with parents, which the ids do not tell.
+        """
+        if self.index_BL is not None:
+            raise ValueError("segments with parents cannot be rebuilt from their ids alone.")
+        ids_BL = jnp.asarray(self.ids_BL)
+        length = ids_BL.shape[1]
+        at_L = jnp.arange(length, dtype=jnp.int32)
+        border_BL = jnp.pad(ids_BL[:, 1:] != ids_BL[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        start_BL = border_BL | (ids_BL < 0)
+        last_BL = jnp.pad(start_BL[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        starts_BL = jax.lax.cummax(jnp.where(start_BL, at_L, 0), axis=1)
+        ends_BL = jax.lax.cummin(jnp.where(last_BL, at_L + 1, length), axis=1, reverse=True)
+        borders_BL = jnp.sort(jnp.where(border_BL, at_L, length), axis=1)
+        return dataclasses.replace(
+            self,
+            starts_BL=starts_BL,
+            ends_BL=jnp.where(ids_BL < 0, at_L, ends_BL),
+            previous_BL=jnp.where(start_BL, -1, at_L - 1),
+            cu_seqlens_BN=jnp.pad(borders_BL, ((0, 0), (0, 1)), constant_values=length),
+        )
 
     def multiplicity(self):
         """How often each token stands in the batch with every document written out, int32 [B, L]: 1, a tree's prefix more, padding 0."""

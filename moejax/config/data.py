@@ -44,6 +44,8 @@ class DataConfig:
     """Rows of one optimizer step, over all processes and microbatches (B)."""
     shuffle_seed: int = 0
     """Seed of the documents' order, anew in each epoch."""
+    shuffle_block: int = 1
+    """Documents of a source that stay together when they are shuffled, e.g. the answers to one prompt; the held-out ones are chosen so too."""
     pack_rows: int = 8
     """Rows that first-fit packing keeps open at a time."""
     heldout_percent: int = 5
@@ -57,7 +59,7 @@ class DataConfig:
 
     def __post_init__(self):
         require(bool(self.sources), "data.sources is empty; give at least one source.")
-        require_ranges("data", self, seq_len=">= 2", batch_size=">= 1", pack_rows=">= 1")
-        require_ranges("data", self, min_shared=">= 2", row_segments=">= 2")
+        require_ranges("data", self, seq_len=">= 2", batch_size=">= 1", pack_rows=">= 1", shuffle_block=">= 1")
+        require_ranges("data", self, min_shared=">= 2", row_segments=">= 3")
         refuse_unused("data", self, "min_shared", "row_segments", unless=self.share_prefixes, why="data.share_prefixes is off")
         require(1 <= self.heldout_percent <= 50, f"data.heldout_percent={self.heldout_percent} must lie between 1 and 50.")

@@ -125,6 +125,8 @@ class TrainConfig:
     """Microbatches per step; divides data.batch_size."""
     remat: Literal["none", "layer"] = "none"
     """`layer`: recompute each layer's inside in the backward pass, keeping its input and its routing."""
+    rebuild_metadata: bool = False
+    """Every layer builds its documents' borders and positions anew, in place of once per batch: to measure what that would cost."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0

@@ -13,6 +13,8 @@ from moejax.data.packing import Packer, StateMismatchError, fill, fill_trees
 from moejax.data.prefixes import Sharing
 from moejax.data.tokenizers import load_tokenizer
 
+STREAM_FIELDS = ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "shuffle_block", "heldout_percent")
+"""Of the config: what changes the stream by its value alone."""
 _PREFETCHED_BATCHES = 2
 """Batches that the background thread keeps ready."""
 
@@ -52,7 +54,7 @@ class Loader:
             "weights": [source.weight for source in config.sources],
             "tokenizer": self.tokenizer.identity,
             "prefixes": [config.min_shared, config.row_segments] if config.share_prefixes else None,
-            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "heldout_percent")},
+            **{key: getattr(config, key) for key in STREAM_FIELDS},
         }
         """What makes the stream this one: equal on all processes, or they read different data. Part of the state."""
         self.skipped = tuple(name for documents in splits for name in documents.source.skipped)

@@ -7,18 +7,20 @@ of `pack_rows` open rows that has room. A row is handed out when it is full, or,
 Several documents are read side by side, a piece of each in turn: rows that follow each other come from different documents,
 or a batch of short rows would see one document only. Within a document the pieces keep their order.
 
-With shared prefixes a piece goes first to the open row with whose pieces it shares most, and a row's room is counted in the tokens of
-its forest (`prefixes.branches`), which follows from its pieces alone. A piece as long as a row still stands alone.
+With shared prefixes a piece goes first to the open row with whose pieces it shares most, else to the first one with room for all
+documents being read that begin like it. A row's room is counted in the tokens of its forest (`prefixes.branches`), which follows from
+its pieces alone. A piece as long as a row still stands alone.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from moejax.data.prefixes import Sharing, branches, common, num_tokens
+from moejax.data.prefixes import Sharing, branches
 from moejax.data.sources import DataError
 
 
@@ -38,8 +40,8 @@ class _Row:
     places: list[tuple[int, int, int]]
     """Document, first token, one past the last token of each piece."""
     pieces: list[np.ndarray]
-    used: int
-    """Tokens of the row."""
+    room: int
+    """Tokens that it has left."""
 
 
 class Packer:
@@ -130,43 +132,45 @@ class Packer:
     def _put(self, place: tuple[int, int, int], piece: np.ndarray) -> _Row | None:
         """Puts a piece where it belongs; returns a row that is done."""
         if piece.size == self._seq_len:
-            return _Row([place], [piece], piece.size)
-        for row in self._by_preference(piece):
-            used, full = self._with(row, piece)
-            if used <= self._seq_len:
-                row.places.append(place)
-                row.pieces.append(piece)
-                row.used = used
-                if full:
-                    self._open.remove(row)
-                return row if full else None
-        done = None
-        if len(self._open) == self._pack_rows:
-            done = max(self._open, key=lambda row: row.used)
-            self._open.remove(done)
-        self._open.append(_Row([place], [piece], piece.size))
+            return _Row([place], [piece], 0)
+        row, done = next(self._fitting(piece), None), None
+        if row is None:
+            if len(self._open) == self._pack_rows:
+                done = min(self._open, key=lambda row: row.room)
+                self._open.remove(done)
+            row = _Row([], [], self._seq_len)
+            self._open.append(row)
+        row.places.append(place)
+        row.pieces.append(piece)
+        row.room = self._room(row.pieces)
+        if not row.room:
+            self._open.remove(row)
+            return row
         return done
 
-    def _by_preference(self, piece: np.ndarray) -> list[_Row]:
-        """Open rows: those whose pieces begin like this one first, by how much they share, then in the order of their opening."""
+    def _fitting(self, piece: np.ndarray) -> Iterator[_Row]:
+        """Open rows with room, the best first: with shared prefixes where the piece shares most, then where its company has room too."""
         if self._sharing is None:
-            return self._open.copy()
-        least = self._sharing.min_shared
-        beginning = piece[:least].tobytes()
+            yield from (row for row in self._open if piece.size <= row.room)
+            return
+        shares = [self._sharing.shared(piece, row.pieces) for row in self._open]
+        company = [piece, *(other for other in self._heads() if self._sharing.shared(piece, [other]))]
+        if self._room(company) < 0:  # no row is long enough
+            company = [piece]
+        for shared, row in sorted(zip(shares, self._open, strict=True), key=lambda pair: -pair[0]):
+            if self._room([*row.pieces, *([piece] if shared else company)]) >= 0:
+                yield row
 
-        def shared(row: _Row) -> int:
-            alike = (other for other in row.pieces if min(other.size, piece.size) >= least and other[:least].tobytes() == beginning)
-            return max((common(piece, other) for other in alike), default=0)
+    def _heads(self) -> Iterator[np.ndarray]:
+        """The next pieces of the documents being read, but the first's."""
+        for document, taken in itertools.islice(self._reading, 1, None):
+            yield self._read(document)[taken : taken + self._seq_len]
 
-        return sorted(self._open, key=shared, reverse=True)
-
-    def _with(self, row: _Row, piece: np.ndarray) -> tuple[int, bool]:
-        """Tokens of a row with one more piece, more than seq_len if it has no room; and whether it has none for another."""
+    def _room(self, pieces: list[np.ndarray]) -> int:
+        """Tokens that a row with these pieces has left; below 0: they do not fit."""
         if self._sharing is None:
-            return row.used + piece.size, row.used + piece.size == self._seq_len
-        parts = branches([*row.pieces, piece], self._sharing.min_shared)
-        used, free = num_tokens(parts), self._sharing.row_segments - 1 - len(parts)
-        return (used, used == self._seq_len or not free) if free >= 0 else (self._seq_len + 1, True)
+            return self._seq_len - sum(piece.size for piece in pieces)
+        return self._sharing.room(pieces, self._seq_len)
 
     def _read(self, document: int) -> np.ndarray:
         if document not in self._tokens:
@@ -175,8 +179,7 @@ class Packer:
 
     def _row_again(self, places: list[tuple[int, int, int]]) -> _Row:
         pieces = [self._again(*place) for place in places]
-        used = num_tokens(branches(pieces, self._sharing.min_shared)) if self._sharing else sum(piece.size for piece in pieces)
-        return _Row(places, pieces, used)
+        return _Row(places, pieces, self._room(pieces))
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]

@@ -20,6 +20,18 @@ class Sharing:
     row_segments: int
     """Segments of a row, the padding at its end among them."""
 
+    def shared(self, sample: np.ndarray, others: Sequence[np.ndarray]) -> int:
+        """Most tokens that a sample has in common with one of the others; 0 if they are too few."""
+        beginning, size = sample[: self.min_shared].tobytes(), self.min_shared * sample.itemsize
+        alike = (other for other in others if len(beginning) == size and other[: self.min_shared].tobytes() == beginning)
+        return max((common(sample, other) for other in alike), default=0)
+
+    def room(self, samples: Sequence[np.ndarray], seq_len: int) -> int:
+        """Tokens that a row with these samples has left, 0 if it has no segment left; below 0: they do not fit."""
+        parts = branches(samples, self.min_shared)
+        tokens, segments = seq_len - sum(part.stop - part.start for part in parts), self.row_segments - 1 - len(parts)
+        return tokens if segments > 0 else min(tokens, segments)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -59,11 +71,6 @@ def common(one_T: np.ndarray, other_T: np.ndarray) -> int:
     size = min(one_T.size, other_T.size)
     differ_T = one_T[:size] != other_T[:size]
     return int(differ_T.argmax()) if differ_T.any() else size
-
-
-def num_tokens(parts: Sequence[Part]) -> int:
-    """Tokens of a forest."""
-    return sum(part.stop - part.start for part in parts)
 
 
 def _alike(beginnings: list[tuple[int, np.ndarray]], size: int) -> list[list[int]]:

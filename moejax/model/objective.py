@@ -72,7 +72,7 @@ def totals(batch) -> Totals:
     return Totals(jnp.sum(batch.weights_BL), count(times), count((times > 0).any(-1)), count(documents))
 
 
-def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
+def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False, rebuild: bool = False) -> Switches:
     """What a forward pass must compute for these losses."""
     return Switches(
         remat=remat,
@@ -82,6 +82,7 @@ def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False
         router_z=losses.router_z_coef > 0,
         histogram=losses.bias_update == "quantile",
         debug=debug,
+        rebuild=rebuild,
     )
 
 
