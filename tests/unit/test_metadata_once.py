@@ -24,15 +24,22 @@ RUNNING = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "reduce_wind
 """What borders are made with: each of its results depends on a whole row."""
 
 
+CALLS = {"jit", "custom_vjp_call", "custom_jvp_call", "remat2", "checkpoint"}
+"""Hand all they are given to what is inside."""
+
+
 @dataclasses.dataclass
 class Found:
-    """What the layers of a program compute from segments and positions alone."""
+    """What the layers of a program compute from segments, positions and constants alone."""
 
+    scans: list[str] = dataclasses.field(default_factory=list)
+    """Of layers: forward and backward."""
     running: set[str] = dataclasses.field(default_factory=set)
     """Primitives of RUNNING."""
+    read: set[str] = dataclasses.field(default_factory=set)
+    """Fields of Segments that a layer's operation reads."""
     largest: int = 0
     """Numbers of the largest result."""
-    reads_cu_seqlens: bool = False
 
 
 def metadata_work(config, batch, *, rebuild: bool) -> Found:
@@ -45,56 +52,77 @@ def metadata_work(config, batch, *, rebuild: bool) -> Found:
         run = lambda params: objective(config, losses, params, of_batch, totals(of_batch), switches)
         return jax.value_and_grad(run, has_aux=True)(params)
 
-    arguments = batch.segments, batch.positions_BL, language_model.shapes(config), batch.tokens_BL
     with jax.set_mesh(mesh_from()):
-        jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
-    metadata = jaxpr.invars[: len(jax.tree.leaves(arguments[:2]))]
-    fields = [field.name for field in dataclasses.fields(Segments) if getattr(batch.segments, field.name) is not None]
-    found, scans = Found(), []
-    _walk(jaxpr, set(metadata), {metadata[fields.index("cu_seqlens_BN")]}, found, scans, in_layer=False)
-    assert scans == [UNITS, UNITS], "the scans over layers, forward and backward"
+        jaxpr = jax.make_jaxpr(step)(batch.segments, batch.positions_BL, language_model.shapes(config), batch.tokens_BL).jaxpr
+    names = [field.name for field in dataclasses.fields(Segments) if getattr(batch.segments, field.name) is not None] + ["positions_BL"]
+    sources = [frozenset({name}) for name in names]
+    found = Found()
+    _follow(jaxpr, sources + [None] * (len(jaxpr.invars) - len(sources)), found, in_layer=False)
     return found
 
 
-def _walk(jaxpr, pure, cu_seqlens, found: Found, scans, *, in_layer: bool) -> None:
-    """Follows what depends on `pure` variables and constants alone; adds those results to `pure`."""
-    known = lambda var: isinstance(var, core.Literal) or var in pure or var in constant
-    constant = set(jaxpr.constvars)
+def _follow(jaxpr, given, found: Found | None, *, in_layer: bool) -> list:
+    """Where each result of a jaxpr comes from: the fields that alone it is made of (none: a constant), or None: from other things too.
+
+    Args:
+      given: the same of its inputs.
+      found: where to note what layers do; None: nowhere.
+    """
+    origins = dict(zip(jaxpr.invars, given, strict=True)) | dict.fromkeys(jaxpr.constvars, frozenset())
+    of = lambda var: frozenset() if isinstance(var, core.Literal) else origins[var]
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        opens_layers = name == "scan" and eqn.params["length"] == UNITS and not in_layer
-        if opens_layers:
-            scans.append(UNITS)
-        for inner in _inner(eqn.params):
-            given = eqn.invars[len(eqn.invars) - len(inner.invars) :]  # of a cond and a while the first are something else
-            passed = lambda variables, given=given, inner=inner: {
-                var for var, of in zip(inner.invars, given, strict=True) if not isinstance(of, core.Literal) and of in variables
-            }
-            _walk(inner, passed(pure), passed(cu_seqlens), found, scans, in_layer=in_layer or opens_layers)
-        found.reads_cu_seqlens |= in_layer and any(not isinstance(var, core.Literal) and var in cu_seqlens for var in eqn.invars)
+        name, inputs = eqn.primitive.name, [of(var) for var in eqn.invars]
+        outputs = [_joined(inputs)] * len(eqn.outvars)
         if name == "optimization_barrier":
-            pure |= {out for out, of in zip(eqn.outvars, eqn.invars, strict=True) if known(of)}
-        elif not all(map(known, eqn.invars)):
-            continue
-        elif not any(not isinstance(var, core.Literal) and var in pure for var in eqn.invars):
-            constant |= set(eqn.outvars)
-        else:
-            pure |= set(eqn.outvars)
-            if in_layer:
+            outputs = inputs
+        elif name == "scan":
+            opens = not in_layer and eqn.params["length"] == UNITS
+            if opens and found:
+                found.scans.append("backward" if eqn.params["reverse"] else "forward")
+            consts, carry, _ = map(list, eqn.params["ft_in"].update(range(len(inputs))).unpack())
+            outputs = _loop(_open(eqn.params["jaxpr"]), inputs, len(consts), len(carry), found, in_layer=in_layer or opens)
+        elif name == "while":
+            first = eqn.params["body_nconsts"]
+            inputs = inputs[eqn.params["cond_nconsts"] :]
+            outputs = _loop(_open(eqn.params["body_jaxpr"]), inputs, first, len(inputs) - first, found, in_layer=in_layer)
+        elif inner := list(_inner(eqn.params)):
+            results = [_follow(each, inputs[len(inputs) - len(each.invars) :], found, in_layer=in_layer) for each in inner]
+            outputs = [_joined([*each, *inputs[:1]] if name == "cond" else each) for each in zip(*results, strict=True)]
+        origins |= zip(eqn.outvars, outputs, strict=True)
+        if found and in_layer and name not in CALLS:
+            found.read |= set().union(*(each for each in inputs if each))
+            if any(outputs) and None not in outputs:  # the loop over an attention's tiles begins and ends by the borders, and carries more
                 found.running |= {name} & RUNNING
-                found.largest = max(found.largest, *(math.prod(out.aval.shape) for out in eqn.outvars))
+                found.largest = max(found.largest, *(math.prod(var.aval.shape) for var in eqn.outvars))
+    return [of(var) for var in jaxpr.outvars]
+
+
+def _loop(body, inputs, first: int, num_carry: int, found, *, in_layer: bool) -> list:
+    """What leaves a loop: what is carried comes from where it came from at the start and from where the body has it."""
+    inputs, outputs = list(inputs), None
+    while outputs is None or any(inputs[first + at] != outputs[at] for at in range(num_carry)):
+        if outputs is not None:
+            inputs[first : first + num_carry] = [_joined(pair) for pair in zip(inputs[first:], outputs[:num_carry], strict=False)]
+        outputs = _follow(body, inputs, None, in_layer=in_layer)
+        outputs[:num_carry] = [_joined(pair) for pair in zip(inputs[first:], outputs[:num_carry], strict=False)]
+    return _follow(body, inputs, found, in_layer=in_layer) if found else outputs
+
+
+def _joined(origins):
+    """Of what is made of all of them."""
+    return None if None in origins else frozenset().union(*origins)
 
 
 def _inner(params):
     """Jaxprs among the parameters of an equation."""
-    for parameter, value in params.items():
-        if parameter == "cond_jaxpr":  # one number, whether a while goes on
-            continue
+    for value in params.values():
         for each in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(each, core.ClosedJaxpr):
-                yield each.jaxpr
-            elif isinstance(each, core.Jaxpr):
-                yield each
+            if isinstance(each, core.ClosedJaxpr | core.Jaxpr):
+                yield _open(each)
+
+
+def _open(jaxpr):
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def long_batch() -> Batch:
@@ -108,9 +136,11 @@ def long_batch() -> Batch:
 def test_no_layer_builds_borders_or_masks_of_whole_rows_and_one_that_is_asked_to_does(config):
     batch = long_batch()
     once, again = (metadata_work(config, batch, rebuild=rebuild) for rebuild in (False, True))
-    assert once.running == set()
-    assert not once.reads_cu_seqlens
-    assert once.largest < LENGTH**2 / 2  # two rows: a mask of one would have twice that; tiles are far below
+    for found in once, again:
+        assert found.scans == ["forward", "backward"] and "ids_BL" in found.read and found.largest
+    assert not once.running
+    assert "cu_seqlens_BN" not in once.read
+    assert once.largest < LENGTH**2 / 2  # a mask of one of the two rows has twice that, the largest tile half of it
     assert again.running >= {"cummax", "cummin", "sort"}
 
 
