@@ -43,6 +43,8 @@ class Segments:
     """Trees only: bool, [own, other]: `other` is `own` or an ancestor of it."""
     copies_BL: Array | None = None
     """Trees only: documents that hold the token; padding: 0."""
+    first_BU: Array | None = None
+    """Trees only: first position of each segment, by its number; L for numbers without one."""
 
     @classmethod
     def build(cls, ids_BL, parent=None, *, num_segments: int | None = None) -> "Segments":
@@ -75,10 +77,13 @@ class Segments:
         previous_BL = np.where(start_BL, -1, position_L - 1)
         cu_seqlens_BN = np.full((num_rows, length + 1), length)
         cu_seqlens_BN[:, :length] = np.sort(np.where(border_BL, position_L, length), axis=1)
-        index_BL = ancestor_BUU = copies_BL = None
+        index_BL = ancestor_BUU = copies_BL = first_BU = None
         if parent is not None:
             index_BL, ancestor_BUU, previous_BL = _tree(ids_BL, border_BL, ends_BL, previous_BL, parent, num_segments)
             copies_BL = _copies(ids_BL, index_BL, ancestor_BUU)
+            first_BU = np.full(ancestor_BUU.shape[:2], length)
+            row_N, at_N = np.nonzero(border_BL)
+            first_BU[row_N, index_BL[row_N, at_N]] = at_N
         as_int32 = lambda array: None if array is None else np.ascontiguousarray(array, dtype=np.int32)
         return cls(
             as_int32(ids_BL),
@@ -90,6 +95,7 @@ class Segments:
             as_int32(index_BL),
             ancestor_BUU,
             as_int32(copies_BL),
+            as_int32(first_BU),
         )
 
     @classmethod
@@ -156,6 +162,11 @@ class Segments:
     def multiplicity(self):
         """How often each token stands in the batch with every document written out, int32 [B, L]: 1, a tree's prefix more, padding 0."""
         return (self.ids_BL >= 0).astype("int32") if self.copies_BL is None else self.copies_BL
+
+    def sizes(self):
+        """Trees only: tokens of each segment, int32 [B, U]."""
+        first_BU = jnp.asarray(self.first_BU)
+        return jnp.diff(first_BU, axis=1, append=jnp.full_like(first_BU[:, :1], self.ids_BL.shape[1]))
 
     def visible(self, query_Q, key_K):
         """Bool [B, Q, K]: may the token at row position query_Q see the one at key_K? Causal, same document, no padding."""

@@ -16,6 +16,8 @@ class SourceConfig:
     """File or glob pattern (`**` allowed) of text, jsonl and parquet; empty for stdlib."""
     field: str = "text"
     """Field of a jsonl record, or column of a parquet file, that holds the text."""
+    prompt_field: str = ""
+    """Field or column of what stands before the text and is read but not learned: of an answer, its prompt; empty: none."""
     weight: float = 1.0
     """Share of this source in the mixture, relative to the others; > 0."""
 
@@ -26,7 +28,12 @@ class SourceConfig:
         )
         require_ranges("data.sources", self, weight="> 0")
         refuse_unused(
-            "data.sources", self, "field", unless=self.kind in ("jsonl", "parquet"), why=f"kind={self.kind!r} has no records with fields"
+            "data.sources",
+            self,
+            "field",
+            "prompt_field",
+            unless=self.kind in ("jsonl", "parquet"),
+            why=f"kind={self.kind!r} has no records with fields",
         )
 
 

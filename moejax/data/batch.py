@@ -17,7 +17,7 @@ class Batch:
     targets_BL: Array
     """int32: the token after this one in its document; 0 where there is none."""
     weights_BL: Array
-    """float32: 1 where the document has a token after this one, else 0; of a prefix that documents share: their number."""
+    """float32: 1 where the document has a token after this one that is to be learned, else 0; of a prefix that documents share: their number."""
     positions_BL: Array
     """int32: place in the document (a piece of a cut document starts anew); 0 on padding."""
     segments: Segments
@@ -28,7 +28,7 @@ class Batch:
         """Reads targets, weights, positions and borders off the ids, with numpy.
 
         Args:
-          tokens_BL: integers [B, L].
+          tokens_BL: integers [B, L]; a token that is read but not learned (of a prompt) stands as its complement, ~token.
           segment_ids_BL: integers [B, L], as `Segments.build` takes them: >= 0, not decreasing along a row, -1 for padding.
           parent: None, or one dict per row: segment id -> id of the earlier segment that it continues. A token has one target, so all
             segments that continue one must begin with the same token: the last one that their documents share.
@@ -48,7 +48,8 @@ class Batch:
         ids_BL = segments.ids_BL
         tokens_BL = np.where(ids_BL >= 0, tokens_BL, 0).astype(np.int32)
         targets_BL, followed_BL = _followers(tokens_BL, segments)
-        weights_BL = np.where(followed_BL, segments.multiplicity(), 0).astype(np.float32)
+        weights_BL = np.where(followed_BL & (targets_BL >= 0), segments.multiplicity(), 0).astype(np.float32)
+        tokens_BL, targets_BL = (np.where(each_BL < 0, ~each_BL, each_BL) for each_BL in (tokens_BL, targets_BL))
         positions_BL = np.where(ids_BL >= 0, segments.positions(), 0).astype(np.int32)
         return cls(tokens_BL, targets_BL, weights_BL, positions_BL, segments)
 

@@ -52,6 +52,7 @@ class Loader:
             "split": split,
             "sources": [documents.digest() for documents in splits],
             "weights": [source.weight for source in config.sources],
+            "prompts": prompts if any(prompts := [source.prompt_field for source in config.sources]) else None,
             "tokenizer": self.tokenizer.identity,
             "prefixes": [config.min_shared, config.row_segments] if config.share_prefixes else None,
             **{key: getattr(config, key) for key in STREAM_FIELDS},

@@ -94,7 +94,7 @@ def require_targets(config: DataConfig, splits: Mapping[SplitName, tuple[Split, 
         for at, documents in enumerate(opened):
             longest = 0
             for index in range(len(documents)):
-                longest = max(longest, tokenizer.encode(documents[index].text).size)
+                longest = max(longest, tokenizer.encode(documents[index].text).size + bool(documents[index].prompt))
                 if longest > 1:
                     break
             else:
@@ -114,7 +114,8 @@ def epoch_length(config: DataConfig, splits: tuple[Split, ...]) -> int:
 
 
 class TokenStream:
-    """Tokens of documents by place, int32 [T] each; a block that is short of documents has empty ones at its end."""
+    """Tokens of documents by place, int32 [T] each, those of a prompt as complements (`Batch.build`); a block that is short of documents
+    has empty ones at its end."""
 
     def __init__(self, blocks: grain.MapDataset, splits: tuple[Split, ...], tokenizer: Tokenizer, size: int):
         """Takes the order of the blocks, (source, number) each, and how many documents one has at most."""
@@ -128,7 +129,8 @@ class TokenStream:
         members = self._splits[at].block(number)
         if place % self._size >= len(members):
             return np.zeros(0, np.int32)
-        return self._tokenizer.encode(self._splits[at][members[place % self._size]].text)
+        document, encode = self._splits[at][members[place % self._size]], self._tokenizer.encode
+        return np.concatenate([~encode(document.prompt), encode(document.text)]) if document.prompt else encode(document.text)
 
 
 def token_stream(config: DataConfig, splits: tuple[Split, ...], split: SplitName, tokenizer: Tokenizer) -> TokenStream:

@@ -45,6 +45,7 @@ def train(config, name: str):
     return outcome, [line for line in lines if "loss_nats" in line]
 
 
+@pytest.mark.slow
 def test_losses_with_shared_prefixes_are_those_without(config):
     shared = dataclasses.replace(
         config.data,

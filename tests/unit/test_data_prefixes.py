@@ -198,6 +198,25 @@ def test_a_stream_of_shared_prefixes_goes_on_where_it_was_left_and_is_the_same_f
     other.close()
 
 
+def test_a_prompt_is_read_and_not_learned_shared_or_not(config, tmp_path):
+    records = [json.loads(line)["text"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    lines = (json.dumps({"question": text[:40], "answer": text[40:]}) + "\n" for text in records)
+    (tmp_path / "chat.jsonl").write_text("".join(lines))
+    chat = SourceConfig(kind="jsonl", path=str(tmp_path / "chat.jsonl"), field="answer", prompt_field="question")
+    config = dataclasses.replace(config, sources=(chat,), heldout_percent=50)
+    shared, plain = whole(config), whole(written(config))
+    assert texts(shared) == texts(plain) and {bytes(text).decode() for text in texts(shared)} <= set(records)
+    assert shared.segments.copies_BL.max() > 1
+    for batch in (shared, plain):
+        assert batch.weights_BL.sum() == sum(len(text) - 40 for text in texts(batch))
+        for way in ways(batch):
+            at = tuple(way[:-1].T)
+            np.testing.assert_array_equal(batch.weights_BL[at] > 0, np.arange(1, len(way)) >= 40)
+            np.testing.assert_array_equal(batch.targets_BL[at], batch.tokens_BL[tuple(way[1:].T)])
+    model = MarkovModel.fit([b"abcdefgh" * 5])
+    np.testing.assert_allclose(model.batch_nats(shared), model.batch_nats(plain), rtol=1e-12)
+
+
 def test_all_batches_have_one_shape(config):
     shapes = {tuple(leaf.shape for leaf in jax.tree.leaves(batch)) for batch in itertools.islice(Loader(config, split="train"), 8)}
     assert len(shapes) == 1

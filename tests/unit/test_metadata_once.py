@@ -156,7 +156,7 @@ def test_a_tree_cannot_be_rebuilt():
 
 
 def test_loss_and_gradients_do_not_depend_on_where_borders_are_built():
-    config = tiny.model("kda", "gqa", "kda", "gqa")
+    config = tiny.model("kda", "kda")
     batch, params = tiny.batch(), tiny.weights(config, bias=0.1)
     losses = dataclasses.replace(LOSSES, index="none")
 
