@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from moejax_kernels.segments import Segments
 
 from moejax.config.data import DataConfig
 from moejax.config.mesh import MeshConfig
@@ -80,12 +81,25 @@ def measure(ways: dict[str, Way], batches, rounds: int) -> None:
             way.losses.append(float(out.scalars["loss_nats"]))
 
 
+def alone(segments: Segments, rounds: int) -> str:
+    """What building the borders of one batch takes as a program of its own."""
+    build = jax.jit(Segments.rebuilt).lower(segments).compile()
+    wall_s = float("inf")
+    for _ in range(10 * rounds):
+        began_s = time.perf_counter()
+        jax.block_until_ready(build(segments))
+        wall_s = min(wall_s, time.perf_counter() - began_s)
+    cost = build.cost_analysis()
+    return f"alone     {cost['flops'] / 1e6:.2f} MFLOP, {cost['bytes accessed'] / 1e6:.2f} MB accessed, {1e3 * wall_s:.2f} ms"
+
+
 def on_this_machine(rounds: int) -> int:
     mesh = mesh_from()
     with jax.set_mesh(mesh):
         batches = place_batch(documents(), mesh, accumulation=1)
         ways = compiled_ways(mesh, batches)
         measure(ways, batches, rounds)
+        print(alone(jax.device_put(documents().segments), rounds))
     print("| borders | instructions | MFLOP | MB accessed | temporaries MB | step ms |\n|---|---|---|---|---|---|")
     for name, way in ways.items():
         cost, text = way.step.cost_analysis(), way.step.as_text()

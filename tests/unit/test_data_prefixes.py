@@ -178,6 +178,15 @@ def test_a_block_is_held_out_as_a_whole(config):
     assert len(train) + len(heldout) == 60 and not train & heldout
 
 
+def test_no_document_is_lost_where_the_last_block_is_short(config):
+    short = 0
+    for size in (7, 9, 11, 13, 17, 19):
+        (documents,) = open_splits(blocks := dataclasses.replace(written(config), shuffle_block=size))["heldout"]
+        short += any(len(documents.block(number)) < size for number in range(documents.num_blocks))
+        assert texts(whole(blocks)) == sorted(list(documents[index].text.encode()) for index in range(len(documents)))
+    assert short
+
+
 def test_a_stream_of_shared_prefixes_goes_on_where_it_was_left_and_is_the_same_for_all_processes(config):
     loader = Loader(config, split="train")
     batches, state = list(itertools.islice(loader, 3)), None
