@@ -89,7 +89,7 @@ def alone(segments: Segments, rounds: int) -> str:
         began_s = time.perf_counter()
         jax.block_until_ready(build(segments))
         wall_s = min(wall_s, time.perf_counter() - began_s)
-    cost = build.cost_analysis()
+    cost: Any = build.cost_analysis()
     return f"alone     {cost['flops'] / 1e6:.2f} MFLOP, {cost['bytes accessed'] / 1e6:.2f} MB accessed, {1e3 * wall_s:.2f} ms"
 
 
@@ -122,7 +122,7 @@ def for_a_gpu(target: str) -> int:
             data=DataConfig(seq_len=LENGTH, batch_size=ROWS),
             train=TrainConfig(rebuild_metadata=rebuild),
         )
-        compiled = plan_step(config, kind, count).compiled
+        compiled: Any = plan_step(config, kind, count).compiled
         spelled = ", ".join(f"{number} {what}" for what, number in sorted(launches(compiled).items()))
         print(
             f"| {name} | {spelled} | {compiled.as_text().count(' = ')} | {compiled.cost_analysis()['bytes accessed'] / 1e6:.2f} |",

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import grain
 import numpy as np
@@ -125,7 +125,8 @@ class TokenStream:
         return min(len(self._blocks) * self._size, sys.maxsize)
 
     def __getitem__(self, place: int) -> np.ndarray:
-        at, number = self._blocks[place // self._size]
+        block: Any = self._blocks[place // self._size]  # grain declares None too
+        at, number = block
         members = self._splits[at].block(number)
         if place % self._size >= len(members):
             return np.zeros(0, np.int32)

@@ -149,9 +149,9 @@ def written(config: DataConfig) -> DataConfig:
     return dataclasses.replace(config, share_prefixes=False, min_shared=64, row_segments=32)
 
 
-def whole(config: DataConfig, split="heldout") -> Batch:
+def whole(config: DataConfig) -> Batch:
     """The held-out data as one batch."""
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *Loader(config, split=split))
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *Loader(config, split="heldout"))
 
 
 def test_the_loader_shares_what_it_would_have_written_out(config):
@@ -169,7 +169,7 @@ def test_answers_to_one_prompt_meet_only_where_they_stay_together(config):
         loader = Loader(each, split="train")
         batches = list(itertools.islice(loader, 6))
         loader.close()
-        used.append(np.mean([batch.segments.copies_BL.sum() / (batch.segments.ids_BL >= 0).sum() for batch in batches]))
+        used.append(np.mean([batch.segments.multiplicity().sum() / (batch.segments.ids_BL >= 0).sum() for batch in batches]))
     assert used[0] > 2.2 > 1.4 > used[1] >= 1  # at most 2.34: four times 40 + 11 tokens, in 39 + 4 * 12
 
 
@@ -215,7 +215,7 @@ def test_a_prompt_is_read_and_not_learned_shared_or_not(config, tmp_path):
     config = dataclasses.replace(config, sources=(chat,), heldout_percent=50)
     shared, plain = whole(config), whole(written(config))
     assert texts(shared) == texts(plain) and {bytes(text).decode() for text in texts(shared)} <= set(records)
-    assert shared.segments.copies_BL.max() > 1
+    assert shared.segments.multiplicity().max() > 1
     for batch in (shared, plain):
         assert batch.weights_BL.sum() == sum(len(text) - 40 for text in texts(batch))
         for way in ways(batch):
