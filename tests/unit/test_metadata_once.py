@@ -18,8 +18,12 @@ from moejax.parallel.mesh import mesh_from
 
 LENGTH, UNITS = 2048, 3
 LOSSES = LossConfig(balance="sequence", router_z_coef=0.1, bias_update="quantile", index="sparse")
-CONFIG = tiny.model(*("kda", "gqa", "gdn", "mla") * UNITS)
-SPARSE = tiny.model(*("dsa",) * UNITS)
+HYBRID = tiny.model(*("kda", "gqa") * UNITS)
+CONFIGS = {
+    "kda, gqa": HYBRID,
+    "dsa": tiny.model(*("dsa",) * UNITS),
+    "gdn, mla": tiny.model(*("gdn", "mla") * UNITS),
+}
 RUNNING = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "reduce_window", "sort", "scan", "while"}
 """What borders are made with: each of its results depends on a whole row."""
 
@@ -132,16 +136,27 @@ def long_batch() -> Batch:
     return Batch.build(rng.integers(0, 64, ids_BL.shape), ids_BL)
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["linear and softmax attention", "sparse attention"])
-def test_no_layer_builds_borders_or_masks_of_whole_rows_and_one_that_is_asked_to_does(config):
-    batch = long_batch()
-    once, again = (metadata_work(config, batch, rebuild=rebuild) for rebuild in (False, True))
-    for found in once, again:
-        assert found.scans == ["forward", "backward"] and "ids_BL" in found.read and found.largest
-    assert not once.running
-    assert "cu_seqlens_BN" not in once.read
-    assert once.largest < LENGTH**2 / 2  # a mask of one of the two rows has twice that, the largest tile half of it
+def check_nothing_is_built(found: Found) -> None:
+    assert found.scans == ["forward", "backward"] and "ids_BL" in found.read and found.largest
+    assert not found.running
+    assert "cu_seqlens_BN" not in found.read
+    assert found.largest < LENGTH**2 / 2  # a mask of one of the two rows has twice that, the largest tile half of it
+
+
+@pytest.mark.parametrize("mixers", ["kda, gqa", "dsa", pytest.param("gdn, mla", marks=pytest.mark.slow)])
+def test_no_layer_builds_borders_or_masks_of_whole_rows_and_one_that_is_asked_to_does(mixers):
+    config = CONFIGS[mixers]
+    check_nothing_is_built(metadata_work(config, long_batch(), rebuild=False))
+    again = metadata_work(config, long_batch(), rebuild=True)
+    with pytest.raises(AssertionError):
+        check_nothing_is_built(again)
     assert again.running >= {"cummax", "cummin", "sort"}
+
+
+def test_no_layer_builds_the_borders_of_trees():
+    ids_BL = np.repeat(np.arange(8), LENGTH // 8)[None]
+    tree = Batch.build(np.zeros_like(ids_BL), ids_BL, parent=[{1: 0, 2: 0, 5: 4}], num_segments=16)
+    check_nothing_is_built(metadata_work(HYBRID, tree, rebuild=False))
 
 
 def test_borders_built_inside_a_program_are_those_of_the_host():
