@@ -8,6 +8,7 @@ the model by which the memory switches are compared (experiments/memory_switches
 
 from moejax.config.data import DataConfig
 from moejax.config.mesh import MeshConfig
+from moejax.config.memory import MemoryConfig
 from moejax.config.mixers import KDAConfig, MLAConfig, RopeConfig
 from moejax.config.model import ModelConfig
 from moejax.config.moe import MoEConfig, RouterConfig
@@ -43,7 +44,8 @@ def config() -> RunConfig:
             ),
         ),
         data=DataConfig(seq_len=8192, batch_size=8),
-        losses=LossConfig(bias_update="sign", chunk_tokens=512),
+        losses=LossConfig(bias_update="sign"),
         optim=OptimConfig(kind="adamw", learning_rate=1e-4),
-        train=TrainConfig(steps=1000, remat="layer"),
+        train=TrainConfig(steps=1000),
+        memory=MemoryConfig(preset="lean"),
     )

@@ -59,11 +59,9 @@ class Tree:
     def build(cls, segments: Segments, chunk: int) -> "Tree":
         index_BL, ids_BL = jnp.asarray(segments.index_BL), jnp.asarray(segments.ids_BL)
         (B, L), num_segments = index_BL.shape, jnp.asarray(segments.ancestor_BUU).shape[1]
-        number_U, row_B1 = jnp.arange(num_segments), np.arange(B)[:, None]
-        length_BU = (index_BL[:, :, None] == number_U).sum(1, dtype=jnp.int32)
-        chunks_BU = -(-length_BU // chunk)
-        end_BU, chunk_end_BU = jnp.cumsum(length_BU, 1, dtype=jnp.int32), jnp.cumsum(chunks_BU, 1, dtype=jnp.int32)
-        start_BU, chunk_start_BU = end_BU - length_BU, chunk_end_BU - chunks_BU
+        row_B1, start_BU, chunks_BU = np.arange(B)[:, None], jnp.asarray(segments.first_BU), -(-segments.sizes() // chunk)
+        chunk_end_BU = jnp.cumsum(chunks_BU, 1, dtype=jnp.int32)
+        chunk_start_BU = chunk_end_BU - chunks_BU
         place_BL = (chunk * chunk_start_BU - start_BU)[row_B1, index_BL] + jnp.arange(L, dtype=jnp.int32)
 
         previous_BU = jnp.asarray(segments.previous_BL)[row_B1, jnp.minimum(start_BU, L - 1)]

@@ -21,7 +21,8 @@ class Segments:
     """Borders of packed documents, int32 throughout.
 
     A segment is a run of equal ids in a row; -1 is padding. In a tree of shared prefixes a segment continues an earlier
-    one (its parent): it starts from the parent's end, and sees the parent's tokens and its ancestors'.
+    one (its parent): it starts from the parent's end, and sees the parent's tokens and its ancestors'. Its documents are the
+    ways from a segment without parent to one without children.
     """
 
     ids_BL: Array
@@ -40,17 +41,23 @@ class Segments:
     """Trees only: dense number of the token's segment in its row, 0 first; padding: the last number."""
     ancestor_BUU: Array | None = None
     """Trees only: bool, [own, other]: `other` is `own` or an ancestor of it."""
+    copies_BL: Array | None = None
+    """Trees only: documents that hold the token; padding: 0."""
+    first_BU: Array | None = None
+    """Trees only: first position of each segment, by its number; L for numbers without one."""
 
     @classmethod
-    def build(cls, ids_BL, parent=None) -> "Segments":
+    def build(cls, ids_BL, parent=None, *, num_segments: int | None = None) -> "Segments":
         """Reads the borders off the ids, with numpy.
 
         Args:
           ids_BL: integers [B, L]; >= 0 and not decreasing along a row, -1 for padding (at any place).
           parent: None, or one dict per row: segment id -> id of an earlier segment of that row which it continues.
+          num_segments: with parents: U, so that batches have equal shapes; None: as many as the fullest row has, padding runs included.
 
         Raises:
-          ValueError: ids decrease along a row, an id is below -1, or a parent is not an earlier segment of its row.
+          ValueError: ids decrease along a row, an id is below -1, a parent is not an earlier segment of its row, or a row has more
+            than num_segments.
         """
         ids_BL = np.ascontiguousarray(ids_BL)
         if ids_BL.ndim != 2 or not np.issubdtype(ids_BL.dtype, np.integer):
@@ -70,9 +77,13 @@ class Segments:
         previous_BL = np.where(start_BL, -1, position_L - 1)
         cu_seqlens_BN = np.full((num_rows, length + 1), length)
         cu_seqlens_BN[:, :length] = np.sort(np.where(border_BL, position_L, length), axis=1)
-        index_BL = ancestor_BUU = None
+        index_BL = ancestor_BUU = copies_BL = first_BU = None
         if parent is not None:
-            index_BL, ancestor_BUU, previous_BL = _tree(ids_BL, border_BL, ends_BL, previous_BL, parent)
+            index_BL, ancestor_BUU, previous_BL = _tree(ids_BL, border_BL, ends_BL, previous_BL, parent, num_segments)
+            copies_BL = _copies(ids_BL, index_BL, ancestor_BUU)
+            first_BU = np.full(ancestor_BUU.shape[:2], length)
+            row_N, at_N = np.nonzero(border_BL)
+            first_BU[row_N, index_BL[row_N, at_N]] = at_N
         as_int32 = lambda array: None if array is None else np.ascontiguousarray(array, dtype=np.int32)
         return cls(
             as_int32(ids_BL),
@@ -83,6 +94,8 @@ class Segments:
             _checksum(ids_BL, previous_BL),
             as_int32(index_BL),
             ancestor_BUU,
+            as_int32(copies_BL),
+            as_int32(first_BU),
         )
 
     @classmethod
@@ -96,7 +109,9 @@ class Segments:
         wrong_B = _checksum(ids_BL, previous_BL) != np.asarray(self.checksum_B)
         wrong = {"the ids (or parents)": wrong_B}
         if not wrong_B.any():  # else the ids may be none that can be built from
-            fresh = Segments.build(ids_BL, None if self.index_BL is None else _parents(ids_BL, previous_BL))
+            parent = None if self.index_BL is None else _parents(ids_BL, previous_BL)
+            num_segments = None if self.ancestor_BUU is None else np.shape(self.ancestor_BUU)[1]
+            fresh = Segments.build(ids_BL, parent, num_segments=num_segments)
             wrong = {
                 field.name: _rows_that_differ(getattr(self, field.name), getattr(fresh, field.name)) for field in dataclasses.fields(self)
             }
@@ -118,6 +133,40 @@ class Segments:
                 base = positions_BL[row, previous_L[at]] + 1 if previous_L[at] >= 0 else 0
                 positions_BL[row, at : max(np.asarray(self.ends_BL)[row, at], at + 1)] += base
         return positions_BL.astype(np.int32)
+
+    def rebuilt(self) -> "Segments":
+        """The same, read off the ids anew inside a program; what a batch brings is built once, on the host.
+
+        Raises:
+          ValueError: segments with parents, which the ids do not tell.
+        """
+        if self.index_BL is not None:
+            raise ValueError("segments with parents cannot be rebuilt from their ids alone.")
+        ids_BL = jnp.asarray(self.ids_BL)
+        length = ids_BL.shape[1]
+        at_L = jnp.arange(length, dtype=jnp.int32)
+        border_BL = jnp.pad(ids_BL[:, 1:] != ids_BL[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        start_BL = border_BL | (ids_BL < 0)
+        last_BL = jnp.pad(start_BL[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        starts_BL = jax.lax.cummax(jnp.where(start_BL, at_L, 0), axis=1)
+        ends_BL = jax.lax.cummin(jnp.where(last_BL, at_L + 1, length), axis=1, reverse=True)
+        borders_BL = jnp.sort(jnp.where(border_BL, at_L, length), axis=1)
+        return dataclasses.replace(
+            self,
+            starts_BL=starts_BL,
+            ends_BL=jnp.where(ids_BL < 0, at_L, ends_BL),
+            previous_BL=jnp.where(start_BL, -1, at_L - 1),
+            cu_seqlens_BN=jnp.pad(borders_BL, ((0, 0), (0, 1)), constant_values=length),
+        )
+
+    def multiplicity(self):
+        """How often each token stands in the batch with every document written out, int32 [B, L]: 1, a tree's prefix more, padding 0."""
+        return (self.ids_BL >= 0).astype("int32") if self.copies_BL is None else self.copies_BL
+
+    def sizes(self):
+        """Trees only: tokens of each segment, int32 [B, U]."""
+        first_BU = jnp.asarray(self.first_BU)
+        return jnp.diff(first_BU, axis=1, append=jnp.full_like(first_BU[:, :1], self.ids_BL.shape[1]))
 
     def visible(self, query_Q, key_K):
         """Bool [B, Q, K]: may the token at row position query_Q see the one at key_K? Causal, same document, no padding."""
@@ -175,11 +224,14 @@ def _parents(ids_BL: np.ndarray, previous_BL: np.ndarray) -> list[dict[int, int]
     ]
 
 
-def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent):
+def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent, num_segments):
     if len(parent) != ids_BL.shape[0]:
         raise ValueError(f"parent has {len(parent)} rows, ids have {ids_BL.shape[0]}.")
     index_BL = np.cumsum(border_BL, axis=1) - 1
-    num = int(index_BL.max()) + 1
+    most = int(index_BL.max()) + 1
+    num = most if num_segments is None else num_segments
+    if most > num:
+        raise ValueError(f"a row has {most} segments, padding runs included, and num_segments={num}.")
     ancestor_BUU = np.broadcast_to(np.eye(num, dtype=bool), (ids_BL.shape[0], num, num)).copy()
     previous_BL = previous_BL.copy()
     for row, edges in enumerate(parent):
@@ -194,3 +246,11 @@ def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent):
             ancestor_BUU[row, own] |= ancestor_BUU[row, other]
             previous_BL[row, first[child]] = ends_BL[row, first[above]] - 1
     return index_BL, ancestor_BUU, previous_BL
+
+
+def _copies(ids_BL, index_BL, ancestor_BUU):
+    """Documents below each token: segments that nobody continues, itself or a descendant."""
+    number_U = np.arange(ancestor_BUU.shape[1])
+    is_leaf_BU = ((index_BL[..., None] == number_U) & (ids_BL >= 0)[..., None]).any(1) & (ancestor_BUU.sum(1) == 1)
+    copies_BU = (ancestor_BUU & is_leaf_BU[:, :, None]).sum(1)
+    return np.where(ids_BL >= 0, np.take_along_axis(copies_BU, index_BL, axis=1), 0)

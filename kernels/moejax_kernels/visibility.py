@@ -49,7 +49,6 @@ def tree_positions(segments):
     """Position of each token in its document, int32 [B, L], for segments with parents, inside a program."""
     index_BL, ancestor_BUU = jnp.asarray(segments.index_BL), jnp.asarray(segments.ancestor_BUU)
     number_U = jnp.arange(ancestor_BUU.shape[1])
-    length_BU = jnp.sum(index_BL[:, :, None] == number_U, axis=1, dtype=jnp.int32)
     above_BUU = ancestor_BUU & (number_U[:, None] != number_U)
-    base_BU = jnp.sum(jnp.where(above_BUU, length_BU[:, None, :], 0), axis=2, dtype=jnp.int32)
+    base_BU = jnp.sum(jnp.where(above_BUU, segments.sizes()[:, None, :], 0), axis=2, dtype=jnp.int32)
     return jnp.arange(index_BL.shape[1], dtype=jnp.int32) - jnp.asarray(segments.starts_BL) + jnp.take_along_axis(base_BU, index_BL, axis=1)

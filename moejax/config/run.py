@@ -87,6 +87,19 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_moe(model, mesh, tokens_per_device=rows // shards * data.seq_len)
     _check_losses(model, config.losses)
     _check_indexer(config)
+    require(
+        not data.share_prefixes or model.indexer.pool == 1,
+        f"data.share_prefixes is not built for pooled index keys (model.indexer.pool={model.indexer.pool}); 1 fits, or no shared prefixes.",
+    )
+    require(
+        not data.share_prefixes or config.losses.average == "tokens",
+        "losses.average='sequences' weighs each document on its own, and a shared prefix belongs to several: with data.share_prefixes "
+        "only 'tokens' fits.",
+    )
+    require(
+        not (data.share_prefixes and config.train.rebuild_metadata),
+        "train.rebuild_metadata builds borders from ids, which do not tell the trees of data.share_prefixes; leave one of them out.",
+    )
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 

@@ -131,6 +131,8 @@ class TrainConfig:
     """Seed of the initial weights."""
     accumulation: int = 1
     """Microbatches per step; divides data.batch_size."""
+    rebuild_metadata: bool = False
+    """Every layer builds its documents' borders and positions anew, in place of once per batch: to measure what that would cost."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0

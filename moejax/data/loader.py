@@ -9,9 +9,12 @@ from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
 from moejax.data.mixture import SplitName, epoch_length, open_splits, require_targets, token_stream
-from moejax.data.packing import Packer, StateMismatchError, fill
+from moejax.data.packing import Packer, StateMismatchError, fill, fill_trees
+from moejax.data.prefixes import Sharing
 from moejax.data.tokenizers import load_tokenizer
 
+STREAM_FIELDS = ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "shuffle_block", "heldout_percent")
+"""Of the config: what changes the stream by its value alone."""
 _PREFETCHED_BATCHES = 2
 """Batches that the background thread keeps ready."""
 
@@ -49,8 +52,10 @@ class Loader:
             "split": split,
             "sources": [documents.digest() for documents in splits],
             "weights": [source.weight for source in config.sources],
+            "prompts": prompts if any(prompts := [source.prompt_field for source in config.sources]) else None,
             "tokenizer": self.tokenizer.identity,
-            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "heldout_percent")},
+            "prefixes": [config.min_shared, config.row_segments] if config.share_prefixes else None,
+            **{key: getattr(config, key) for key in STREAM_FIELDS},
         }
         """What makes the stream this one: equal on all processes, or they read different data. Part of the state."""
         self.skipped = tuple(name for documents in splits for name in documents.source.skipped)
@@ -61,6 +66,7 @@ class Loader:
             pack_rows=config.pack_rows,
             num_reading=config.batch_size,
             epoch=epoch_length(config, splits),
+            sharing=Sharing(min_shared=config.min_shared, row_segments=config.row_segments) if config.share_prefixes else None,
         )
         num_rows = config.batch_size // process_count
         self._batches = _Prefetch(
@@ -119,7 +125,10 @@ class _Batches:
         if not rows:
             raise StopIteration
         rows += [[]] * (self._config.batch_size - len(rows))
-        return Batch.build(*fill(rows[self._rows], self._config.seq_len))
+        rows, config = rows[self._rows], self._config
+        if not config.share_prefixes:
+            return Batch.build(*fill(rows, config.seq_len))
+        return Batch.build(*fill_trees(rows, config.seq_len, config.min_shared), num_segments=config.row_segments)
 
     def get_state(self) -> dict:
         return self._packer.state()

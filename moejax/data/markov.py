@@ -44,11 +44,10 @@ class MarkovModel:
         Raises:
           ValueError: a token is no byte.
         """
-        tokens_BL, ids_BL = np.asarray(batch.tokens_BL, np.int64), np.asarray(batch.segments.ids_BL)
+        tokens_BL, previous_BL = np.asarray(batch.tokens_BL, np.int64), np.asarray(batch.segments.previous_BL)
         if tokens_BL.max() > 255:
             raise ValueError(f"the Markov baseline reads bytes, but the batch holds token {tokens_BL.max()}; use data.tokenizer='bytes'.")
-        before_BL = np.zeros_like(tokens_BL)
-        before_BL[:, 1:] = np.where(ids_BL[:, 1:] == ids_BL[:, :-1], tokens_BL[:, :-1], 0)
+        before_BL = np.where(previous_BL >= 0, np.take_along_axis(tokens_BL, np.maximum(previous_BL, 0), axis=1), 0)
         nats_BL = self._nats((before_BL << 16) + (tokens_BL << 8) + np.asarray(batch.targets_BL))
         weights_BL = np.asarray(batch.weights_BL, np.float64)
         return float((weights_BL * nats_BL).sum()), float(weights_BL.sum())

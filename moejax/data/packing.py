@@ -6,15 +6,21 @@ of `pack_rows` open rows that has room. A row is handed out when it is full, or,
 
 Several documents are read side by side, a piece of each in turn: rows that follow each other come from different documents,
 or a batch of short rows would see one document only. Within a document the pieces keep their order.
+
+With shared prefixes a piece goes first to the open row with whose pieces it shares most, else to the first one with room for all
+documents being read that begin like it. A row's room is counted in the tokens of its forest (`prefixes.branches`), which follows from
+its pieces alone. A piece as long as a row still stands alone.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from moejax.data.prefixes import Sharing, branches
 from moejax.data.sources import DataError
 
 
@@ -34,15 +40,14 @@ class _Row:
     places: list[tuple[int, int, int]]
     """Document, first token, one past the last token of each piece."""
     pieces: list[np.ndarray]
-
-    def used(self) -> int:
-        return sum(stop - start for _, start, stop in self.places)
+    room: int
+    """Tokens that it has left."""
 
 
 class Packer:
     """Iterator of rows, each a list of pieces (int32 [T] each, seq_len tokens or fewer in all)."""
 
-    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int, epoch: int):
+    def __init__(self, documents: Documents, *, seq_len: int, pack_rows: int, num_reading: int, epoch: int, sharing: Sharing | None = None):
         """Starts at the first document.
 
         Args:
@@ -51,9 +56,10 @@ class Packer:
           pack_rows: rows kept open.
           num_reading: documents read side by side.
           epoch: documents in which everything there is has come by; as many without a token, one after the other, are an error.
+          sharing: how pieces share their beginnings; None: they do not.
         """
         self._documents, self._seq_len, self._pack_rows, self._num_reading = documents, seq_len, pack_rows, num_reading
-        self._epoch = epoch
+        self._epoch, self._sharing = epoch, sharing
         self._next_document = 0
         self._reading: collections.deque[tuple[int, int]] = collections.deque()  # document, tokens taken
         self._tokens: dict[int, np.ndarray] = {}  # of the documents being read
@@ -93,7 +99,7 @@ class Packer:
         self._tokens = {}
         for document, taken in self._reading:
             self._check(document, self._read(document), taken)
-        self._open = [_Row([tuple(place) for place in places], [self._again(*place) for place in places]) for places in state["open"]]
+        self._open = [self._row_again([tuple(place) for place in places]) for places in state["open"]]
 
     def _next_place(self) -> tuple[int, int, int] | None:
         num_empty = 0
@@ -126,24 +132,54 @@ class Packer:
     def _put(self, place: tuple[int, int, int], piece: np.ndarray) -> _Row | None:
         """Puts a piece where it belongs; returns a row that is done."""
         if piece.size == self._seq_len:
-            return _Row([place], [piece])
-        for at, row in enumerate(self._open):
-            used = row.used() + piece.size
-            if used <= self._seq_len:
-                row.places.append(place)
-                row.pieces.append(piece)
-                return self._open.pop(at) if used == self._seq_len else None
-        done = None
-        if len(self._open) == self._pack_rows:
-            done = max(self._open, key=_Row.used)
-            self._open.remove(done)
-        self._open.append(_Row([place], [piece]))
+            return _Row([place], [piece], 0)
+        row, done = next(self._fitting(piece), None), None
+        if row is None:
+            if len(self._open) == self._pack_rows:
+                done = min(self._open, key=lambda row: row.room)
+                self._open.remove(done)
+            row = _Row([], [], self._seq_len)
+            self._open.append(row)
+        row.places.append(place)
+        row.pieces.append(piece)
+        row.room = self._room(row.pieces)
+        if not row.room:
+            self._open.remove(row)
+            return row
         return done
+
+    def _fitting(self, piece: np.ndarray) -> Iterator[_Row]:
+        """Open rows with room, the best first: with shared prefixes where the piece shares most, then where its company has room too."""
+        if self._sharing is None:
+            yield from (row for row in self._open if piece.size <= row.room)
+            return
+        shares = [self._sharing.shared(piece, row.pieces) for row in self._open]
+        company = [piece, *(other for other in self._heads() if self._sharing.shared(piece, [other]))]
+        if self._room(company) < 0:  # no row is long enough
+            company = [piece]
+        for shared, row in sorted(zip(shares, self._open, strict=True), key=lambda pair: -pair[0]):
+            if self._room([*row.pieces, *([piece] if shared else company)]) >= 0:
+                yield row
+
+    def _heads(self) -> Iterator[np.ndarray]:
+        """The next pieces of the documents being read, but the first's."""
+        for document, taken in itertools.islice(self._reading, 1, None):
+            yield self._read(document)[taken : taken + self._seq_len]
+
+    def _room(self, pieces: list[np.ndarray]) -> int:
+        """Tokens that a row with these pieces has left; below 0: they do not fit."""
+        if self._sharing is None:
+            return self._seq_len - sum(piece.size for piece in pieces)
+        return self._sharing.room(pieces, self._seq_len)
 
     def _read(self, document: int) -> np.ndarray:
         if document not in self._tokens:
             self._tokens[document] = self._documents[document]
         return self._tokens[document]
+
+    def _row_again(self, places: list[tuple[int, int, int]]) -> _Row:
+        pieces = [self._again(*place) for place in places]
+        return _Row(places, pieces, self._room(pieces))
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]
@@ -170,3 +206,11 @@ def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray
             ids_BL[row, at : at + piece.size] = number
             at += piece.size
     return tokens_BL, ids_BL
+
+
+def fill_trees(rows: Sequence[Sequence[np.ndarray]], seq_len: int, min_shared: int) -> tuple[np.ndarray, np.ndarray, list[dict[int, int]]]:
+    """As `fill`, what pieces share written once: tokens_BL, segment_ids_BL, and the parents of each row's segments."""
+    forests = [branches(pieces, min_shared) for pieces in rows]
+    parts = [[pieces[part.sample][part.start : part.stop] for part in forest] for pieces, forest in zip(rows, forests, strict=True)]
+    parents = [{number: part.parent for number, part in enumerate(forest) if part.parent is not None} for forest in forests]
+    return *fill(parts, seq_len), parents

@@ -33,6 +33,8 @@ class Document:
     name: str
     """Path below the source's root; records add `#` and their line (jsonl, from 1) or row (parquet, from 0)."""
     text: str
+    prompt: str = ""
+    """What stands before the text and is not learned."""
 
 
 class Source(Protocol):
@@ -73,8 +75,8 @@ class JsonLines:
 
     skipped: Sequence[str] = ()
 
-    def __init__(self, root: pathlib.Path, names: list[str], field: str):
-        self._root, self._names, self._field = root, names, field
+    def __init__(self, root: pathlib.Path, names: list[str], field: str, prompt_field: str = ""):
+        self._root, self._names, self._field, self._prompt_field = root, names, field, prompt_field
         places = ((file, line, start) for file, name in enumerate(names) for line, start in _line_starts(root / name))
         self._places_N3 = np.fromiter(itertools.chain.from_iterable(places), np.int64).reshape(-1, 3)  # file, line from 1, first byte
         if len(self):
@@ -89,7 +91,9 @@ class JsonLines:
         with _reading(path), path.open("rb") as stream:
             stream.seek(start)
             raw = stream.readline()
-        return Document(self.name(index), _text_of(raw, self._field, f"{path}, line {line}"))
+        place = f"{path}, line {line}"
+        prompt = _text_of(raw, self._prompt_field, place) if self._prompt_field else ""
+        return Document(self.name(index), _text_of(raw, self._field, place), prompt)
 
     def name(self, index: int) -> str:
         """Path below the root, `#`, line."""
@@ -102,11 +106,12 @@ class Parquet:
 
     skipped: Sequence[str] = ()
 
-    def __init__(self, root: pathlib.Path, names: list[str], field: str):
-        self._root, self._names, self._field = root, names, field
+    def __init__(self, root: pathlib.Path, names: list[str], field: str, prompt_field: str = ""):
+        self._root, self._names, self._field, self._prompt_field = root, names, field, prompt_field
         groups, rows = [], []
         for file, name in enumerate(names):
-            metadata = _parquet_file(root / name, field).metadata
+            for each in filter(None, (field, prompt_field)):
+                metadata = _parquet_file(root / name, each).metadata
             first = 0
             for group in range(metadata.num_row_groups):
                 groups.append((file, group, first))
@@ -114,37 +119,42 @@ class Parquet:
                 first += rows[-1]
         self._groups = groups  # file, group of the file, its first row in the file
         self._starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
-        self._column = functools.lru_cache(maxsize=4)(self._read_column)
+        self._column = functools.lru_cache(maxsize=8 if prompt_field else 4)(self._read_column)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Document:
-        group, row = self._find(index)
-        text = self._column(group)[int(index - self._starts[group])].as_py()
-        if text is None:
-            raise DataError(f"{self._root / self._names[self._groups[group][0]]}, row {row}: column {self._field!r} is null, not a string.")
-        return Document(self.name(index), text)
+        return Document(
+            self.name(index), self._text(index, self._field), self._text(index, self._prompt_field) if self._prompt_field else ""
+        )
 
     def name(self, index: int) -> str:
         """Path below the root, `#`, row."""
         group, row = self._find(index)
         return f"{self._names[self._groups[group][0]]}#{row}"
 
+    def _text(self, index: int, field: str) -> str:
+        group, row = self._find(index)
+        text = self._column(group, field)[int(index - self._starts[group])].as_py()
+        if text is None:
+            raise DataError(f"{self._root / self._names[self._groups[group][0]]}, row {row}: column {field!r} is null, not a string.")
+        return text
+
     def _find(self, index: int) -> tuple[int, int]:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         return group, int(self._groups[group][2] + index - self._starts[group])
 
-    def _read_column(self, group: int):
+    def _read_column(self, group: int, field: str):
         import pyarrow as pa
 
         file, group_of_file, _ = self._groups[group]
         path = self._root / self._names[file]
         try:
-            column = _parquet_file(path, self._field).read_row_group(group_of_file, columns=[self._field]).column(0)
+            column = _parquet_file(path, field).read_row_group(group_of_file, columns=[field]).column(0)
             column.validate(full=True)  # strings that are no UTF-8 among it
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}, row group {group_of_file}: column {self._field!r} cannot be read ({error}).") from error
+            raise DataError(f"{path}, row group {group_of_file}: column {field!r} cannot be read ({error}).") from error
         return column
 
 
@@ -183,9 +193,9 @@ def open_source(config: SourceConfig) -> Source:
             case "text":
                 source = Files(root, names)
             case "jsonl":
-                source = JsonLines(root, names, config.field)
+                source = JsonLines(root, names, config.field, config.prompt_field)
             case "parquet":
-                source = Parquet(root, names, config.field)
+                source = Parquet(root, names, config.field, config.prompt_field)
     if not len(source):
         raise ConfigError(f"data.sources: kind={config.kind!r}, path={config.path!r} holds no document.")
     return source

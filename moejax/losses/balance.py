@@ -1,7 +1,8 @@
 """Balance losses of the router, L = E sum_e f_e P_e: f_e the share of routed rows that expert e got, P_e its mean score.
 
 Scores are softmax probabilities, or sigmoid scores divided by their sum over experts. f carries no gradient. With balanced
-experts L = 1. Padding enters nothing. Sources: Switch Transformer (2101.03961, eq. 4) with f divided by K as in Megatron-LM
+experts L = 1. Padding enters nothing, and a token of a prefix that documents share counts once for each of them: all is as if every
+document were written out (in the same row, for the loss per row). Sources: Switch Transformer (2101.03961, eq. 4) with f divided by K as in Megatron-LM
 (Hugging Face's load_balancing_loss_func does not divide, and is K times larger); DeepSeek-V3 (2412.19437, eqs. 17-20) for the
 loss per sequence.
 """
@@ -30,19 +31,22 @@ def switch_balance(scores_BLE, ids_BLK, segments: Segments) -> BalanceSum:
       ids_BLK: integers, the chosen experts; anything, -1 too, for padding.
       segments: tells padding.
     """
-    valid_BL = segments.ids_BL >= 0
-    num_tokens_B = valid_BL.sum(1)
-    counts_BE = jax.vmap(lambda ids_LK, valid_L: _count(ids_LK, valid_L, scores_BLE.shape[-1]))(ids_BLK, valid_BL)
-    score_sum_BE = jnp.where(valid_BL[..., None], scores_BLE, 0).sum(1)
+    times_BL = segments.multiplicity()
+    num_tokens_B = times_BL.sum(1)
+    counts_BE = jax.vmap(lambda ids_LK, times_L: _count(ids_LK, times_L, scores_BLE.shape[-1]))(ids_BLK, times_BL)
+    score_sum_BE = _times(times_BL[..., None], scores_BLE).sum(1)
     loss_B = (_share(counts_BE, num_tokens_B, ids_BLK.shape[-1], scores_BLE.dtype) * score_sum_BE).sum(-1) / jnp.maximum(num_tokens_B, 1)
     return BalanceSum(loss_B.sum(), (num_tokens_B > 0).sum().astype(scores_BLE.dtype))
 
 
 def sequence_balance(scores_BLE, ids_BLK, segments: Segments) -> BalanceSum:
-    """Balance loss of each document (of a tree of prefixes: each segment), summed over documents. Arguments as in switch_balance.
+    """Balance loss of each document, summed over documents. Arguments as in switch_balance.
 
-    A document's counts are kept at its first token, so the memory is that of the scores whatever the number of documents.
+    A document's counts are kept at its first token, so the memory is that of the scores whatever the number of documents; in a tree of
+    prefixes there are as many as segments, and a document's are the sums over its own.
     """
+    if segments.ancestor_BUU is not None:
+        return _tree_balance(scores_BLE, ids_BLK, segments)
     ids_BL, starts_BL, ends_BL = jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL), jnp.asarray(segments.ends_BL)
     valid_BL = ids_BL >= 0
     num_experts = scores_BLE.shape[-1]
@@ -69,17 +73,37 @@ def global_balance(scores_BLE, segments: Segments, *, counts_E, num_tokens, num_
       num_chosen: experts per token (K).
     """
     term_BL = (_share(counts_E, num_tokens, num_chosen, scores_BLE.dtype) * scores_BLE).sum(-1)
-    return jnp.where(segments.ids_BL >= 0, term_BL, 0).sum()
+    return _times(segments.multiplicity(), term_BL).sum()
 
 
 def router_z_sum(logits_BLE, segments: Segments):
     """Sum over valid tokens of logsumexp(logits)**2, float32 (float64 if the logits are). Source: ST-MoE (2202.08906, eq. 5)."""
     logits_BLE = logits_BLE.astype(jnp.promote_types(logits_BLE.dtype, jnp.float32))
-    return jnp.where(segments.ids_BL >= 0, jax.nn.logsumexp(logits_BLE, axis=-1) ** 2, 0).sum()
+    return _times(segments.multiplicity(), jax.nn.logsumexp(logits_BLE, axis=-1) ** 2).sum()
 
 
-def _count(ids_LK, valid_L, num_experts: int):
-    return jnp.zeros(num_experts, jnp.int32).at[ids_LK].add(valid_L[:, None].astype(jnp.int32))
+def _tree_balance(scores_BLE, ids_BLK, segments: Segments) -> BalanceSum:
+    """The loss of each way from a root to a leaf."""
+    number_BL, ancestor_BUU = jnp.asarray(segments.index_BL), jnp.asarray(segments.ancestor_BUU)
+    valid_BL, row_B1, dtype = jnp.asarray(segments.ids_BL) >= 0, jnp.arange(number_BL.shape[0])[:, None], scores_BLE.dtype
+    zeros_BUE = jnp.zeros((*ancestor_BUU.shape[:2], scores_BLE.shape[-1]), dtype)
+    own_BU = zeros_BUE[..., 0].at[row_B1, number_BL].add(valid_BL.astype(dtype))
+    chosen_BUE = zeros_BUE.at[row_B1[..., None], number_BL[..., None], ids_BLK].add(valid_BL[..., None].astype(dtype))
+    read_BUE = zeros_BUE.at[row_B1, number_BL].add(_times(valid_BL[..., None], scores_BLE))
+    along = lambda sums_BUE: jnp.einsum("buv,bve->bue", ancestor_BUU.astype(dtype), sums_BUE, precision="highest")
+    counts_BUE, scores_BUE, tokens_BU = along(chosen_BUE), along(read_BUE), along(own_BU[..., None])[..., 0]
+    is_leaf_BU = (own_BU > 0) & (ancestor_BUU.sum(1) == 1)
+    loss_BU = (_share(counts_BUE, tokens_BU, ids_BLK.shape[-1], scores_BLE.dtype) * scores_BUE).sum(-1) / jnp.maximum(tokens_BU, 1)
+    return BalanceSum(jnp.where(is_leaf_BU, loss_BU, 0).sum(), is_leaf_BU.sum().astype(scores_BLE.dtype))
+
+
+def _count(ids_LK, times_L, num_experts: int):
+    return jnp.zeros(num_experts, jnp.int32).at[ids_LK].add(times_L[:, None].astype(jnp.int32))
+
+
+def _times(times, values):
+    """times * values, and 0 where there is none, whatever the value."""
+    return jnp.where(times > 0, times.astype(values.dtype) * values, 0)
 
 
 def _share(counts_E, num_tokens, num_chosen: int, dtype):

@@ -18,7 +18,7 @@ def sign_update(bias_E, counts_E, rate: float):
     return bias_E + rate * jnp.sign(load_E.mean(-1, keepdims=True) - load_E)
 
 
-def margin_histogram(scores_TE, bias_E, valid_T, num_chosen: int, *, num_bins: int = 1000):
+def margin_histogram(scores_TE, bias_E, times_T, num_chosen: int, *, num_bins: int = 1000):
     """How far the bias of each expert would have to rise to win each token: int32 counts [E, num_bins].
 
     The margin of token i and expert j is alpha_i - s_ij, with alpha_i the (K+1)-th largest of s_i + b: j is chosen iff b_j is above.
@@ -27,7 +27,7 @@ def margin_histogram(scores_TE, bias_E, valid_T, num_chosen: int, *, num_bins: i
     Args:
       scores_TE: router scores in [0, 1] without the bias; a topology bias that the tokens were routed with is part of them.
       bias_E: the bias with which the tokens were routed.
-      valid_T: bool, False for padding.
+      times_T: integers or bools, how often each token counts; 0 for padding.
       num_chosen: experts per token (K). With K = E all are chosen whatever the bias: alpha is the smallest of s_i + b then.
       num_bins: bins between min(bias) - 1 and max(bias) + 1, which hold every margin of scores in [0, 1]; the outer ones take what a
         topology bias moves beyond.
@@ -38,7 +38,7 @@ def margin_histogram(scores_TE, bias_E, valid_T, num_chosen: int, *, num_bins: i
     alpha_T = jax.lax.top_k(scores_TE + bias_E, min(num_chosen + 1, num_experts))[0][:, -1]
     low, width = _bins(bias_E, num_bins)
     bin_TE = jnp.clip(jnp.floor((alpha_T[:, None] - scores_TE - low) / width), 0, num_bins - 1).astype(jnp.int32)
-    return jnp.zeros((num_experts, num_bins), jnp.int32).at[jnp.arange(num_experts), bin_TE].add(valid_T[:, None].astype(jnp.int32))
+    return jnp.zeros((num_experts, num_bins), jnp.int32).at[jnp.arange(num_experts), bin_TE].add(times_T[:, None].astype(jnp.int32))
 
 
 def quantile_update(bias_E, histogram_EN, num_chosen: int):

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from moejax_kernels.segments import Segments
 
 from moejax.memory.policy import Saved
@@ -26,6 +28,8 @@ class Switches:
     """What acts in training alone acts: the router's soft constraint and its topology bias."""
     debug: bool = False
     """Whether each sublayer's output is finite."""
+    rebuild: bool = False
+    """Every layer builds its documents' borders and positions anew (to measure what building them once saves)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,3 +43,15 @@ class Context:
     """What a layer is told besides its batch, a dict (whole forward pass: a tree of them by section and place, or None for nothing):
     `global_load_E`, routed rows per expert over the whole global batch, where this batch is a part of it; `capacity_factor` and `tables`
     for `expert_parallel`; `topology_factor`, a factor on the router's topology bias."""
+
+
+def rebuilt(context: Context, state: dict) -> tuple[Context, dict]:
+    """The context with borders and positions made anew from the ids, and the layer's residual state.
+
+    The barrier ties the ids to the state, which changes from layer to layer: else XLA would do this once, before the first.
+    """
+    ids_BL, state = jax.lax.optimization_barrier((context.segments.ids_BL, state))
+    segments = dataclasses.replace(context.segments, ids_BL=ids_BL).rebuilt()
+    at_L = jnp.arange(ids_BL.shape[1], dtype=jnp.int32)
+    positions_BL = jnp.where(ids_BL >= 0, at_L - segments.starts_BL, 0)
+    return dataclasses.replace(context, segments=segments, positions_BL=positions_BL), state

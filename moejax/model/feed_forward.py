@@ -125,7 +125,7 @@ class MixtureOfExperts(nnx.Module):
         choice, load_E, far = choose_layer(
             logits_BLE, bias_E, segments, experts_per_token=moe.experts_per_token, config=moe.router, topology=self._topology(control)
         )
-        whole_load_E = control.get("global_load_E", load_E)
+        whole_load_E = control.get("global_load_E", far.get("counted_E", load_E))
         routing, soft = weigh_layer(choice, load_E, config=moe.router, constrain=switches.training, whole_load_E=whole_load_E)
         z_BLZ = project("bld,dz->blz", x_BLD, self.latent_down_DZ[...]) if moe.latent_width else x_BLD
         y_BLZ, shared_BLD, chain = expert_parallel(

@@ -17,6 +17,7 @@ from moejax.parallel.islands import per_rows
 
 LAYER_REPORTS = (
     "load_E",
+    "counted_E",
     "dropped",
     "weight_lost",
     "weight_given",
@@ -42,11 +43,11 @@ class Totals:
     sequences: Any
     """Documents with such a target."""
     tokens: Any
-    """Tokens that are not padding."""
+    """Tokens that are not padding, each once for every document that holds it."""
     rows: Any
     """Rows with at least one token."""
     documents: Any
-    """Documents (segments)."""
+    """Documents: segments, or in a tree of prefixes the ways from a root to a leaf."""
 
     def averaged(self, losses: LossConfig):
         """What the sum of the next-token loss is divided by, at least 1."""
@@ -74,15 +75,15 @@ class Report:
 
 def totals(batch) -> Totals:
     """Totals of a batch whose arrays have any leading dims."""
-    ids = batch.segments.ids_BL
-    first = (batch.segments.starts_BL == jnp.arange(ids.shape[-1])) & (ids >= 0)
-    count = lambda flags: jnp.sum(flags).astype(jnp.float32)
+    times = batch.segments.multiplicity()
+    documents = jnp.where(batch.segments.previous_BL < 0, times, 0)  # a document's first token stands in every document of its tree
+    count = lambda numbers: jnp.sum(numbers).astype(jnp.float32)
     weights = averages.counted(batch.targets_BL, batch.weights_BL)
     sequences = averages.num_sequences(weights, batch.segments.starts_BL).astype(jnp.float32)
-    return Totals(jnp.sum(weights), sequences, count(ids >= 0), count((ids >= 0).any(-1)), count(first))
+    return Totals(jnp.sum(weights), sequences, count(times), count((times > 0).any(-1)), count(documents))
 
 
-def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool = False) -> Switches:
+def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool = False, rebuild: bool = False) -> Switches:
     """What a forward pass must compute for these losses."""
     return Switches(
         saved=saved,
@@ -92,6 +93,7 @@ def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool 
         router_z=losses.router_z_coef > 0,
         histogram=losses.bias_update == "quantile",
         debug=debug,
+        rebuild=rebuild,
     )
 
 

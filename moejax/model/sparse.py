@@ -112,7 +112,7 @@ class SparseAttention(nnx.Module):
             )
             chosen = () if stage == "dense" else (ids_BLK,)
             kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), *index, context.segments, *chosen)
-            aux["index_kl"] = jnp.sum(kl_BL)
+            aux["index_kl"] = jnp.sum(kl_BL * context.segments.multiplicity())
         if stage == "dense":
             o = self.base.dense(q, k, v, context)
         else:

@@ -15,7 +15,7 @@ from moejax.memory.names import named
 from moejax.memory.policy import policy
 from moejax.model import residual
 from moejax.model.attention import GroupedQueryAttention, LatentAttention
-from moejax.model.context import Context
+from moejax.model.context import Context, rebuilt
 from moejax.model.feed_forward import Dense, MixtureOfExperts
 from moejax.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moejax.model.norms import RMSNorm
@@ -56,6 +56,8 @@ class Layer(nnx.Module):
           num_blocks: residual blocks put away so far (may be traced).
         """
         ids, state, aux = carry["ids"], named({name: carry[name] for name in carry if name != "ids"}, "layer_input"), {}
+        if context.switches.rebuild:
+            context, state = rebuilt(context, state)
         opens_block = bool(self.block_size) and place % self.block_size == 0
         x_BLD, kept = self.mixer_residual.enter(state, num_blocks)
         y_BLD, ids, mixer_aux = self.mixer(named(self.mixer_norm(x_BLD), "norm"), context, ids)

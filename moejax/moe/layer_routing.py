@@ -20,16 +20,17 @@ def choose_layer(
     Args:
       logits_BLE: float32 (or float64) router logits, a trained bias included; rows split over the token axes.
       bias_E: correction bias, or None.
-      segments: tells padding.
+      segments: tells padding, and trees of shared prefixes.
       topology: distances; None: no topology bias, and no row is counted by distance.
 
     Returns:
-      the choice; load_E, int32 rows per expert over all devices; and with a topology a report, `distance_rows_3`: int32 rows whose
-      expert lives on their device, their node, and elsewhere, over all devices.
+      the choice; load_E, int32 rows per expert over all devices; and a report. With a topology, `distance_rows_3`: int32 rows whose
+      expert lives on their device, their node, and elsewhere, over all devices. With trees, `counted_E`: the load as balancing sees it,
+      each row once for every document that holds its token.
     """
     num_experts = logits_BLE.shape[-1]
 
-    def on_own_rows(logits_BLE, ids_BL, bias_E, home_device_E, factor):
+    def on_own_rows(logits_BLE, ids_BL, times_BL, bias_E, home_device_E, factor):
         distance_E = offset_E = None
         if topology is not None:
             distance_E = distance(home_device_E, own_device(), devices_per_node=topology.devices_per_node)
@@ -38,12 +39,16 @@ def choose_layer(
         choice = choose(logits_BLE, bias_E, ids_BL >= 0, experts_per_token=experts_per_token, config=config, offset_E=offset_E)
         load_E = count_rows(choice.ids_BLK, num_experts)
         rows = {} if topology is None else {"distance_rows_3": rows_by_distance(load_E, distance_E)}
+        if times_BL is not None:
+            rows["counted_E"] = count_rows(choice.ids_BLK, num_experts, times_BL[..., None])
         return choice, jax.tree.map(lambda count: count[None], (load_E, rows))
 
     home_device_E = None if topology is None else topology.home_device_E
     factor = None if topology is None or config.topology_far == 0 else topology.factor
-    choice, counts = per_rows(on_own_rows, logits_BLE, segments.ids_BL, whole=(bias_E, home_device_E, factor))
+    choice, counts = per_rows(on_own_rows, logits_BLE, segments.ids_BL, segments.copies_BL, whole=(bias_E, home_device_E, factor))
     load_E, report = jax.tree.map(lambda count: count.sum(0, dtype=count.dtype), counts)
+    if "counted_E" in report:
+        report["counted_E"] = kept(report["counted_E"])
     return choice, kept(load_E), report
 
 
@@ -82,7 +87,7 @@ def count_together(ids_BLK, num_experts: int):
     return per_rows(on_own_rows, ids_BLK).sum(0)
 
 
-def count_rows(ids_BLK, num_experts: int):
-    """Rows per expert, int32 [E]; an id of -1 counts nowhere."""
-    ids_R = jnp.where(ids_BLK < 0, num_experts, ids_BLK).reshape(-1)
-    return jnp.zeros(num_experts, jnp.int32).at[ids_R].add(1, mode="drop")
+def count_rows(ids_BLK, num_experts: int, times=1):
+    """Rows per expert, int32 [E]; an id of -1 counts nowhere, another `times`: an integer, or integers that broadcast to ids_BLK."""
+    ids_BLK = jnp.where(ids_BLK < 0, num_experts, ids_BLK)
+    return jnp.zeros(num_experts, jnp.int32).at[ids_BLK].add(times, mode="drop")

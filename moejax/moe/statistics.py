@@ -9,7 +9,7 @@ from moejax.parallel.islands import per_rows
 
 
 def routing_statistics(routing: Routing, bias_E, segments, *, kind: str, z: bool, histogram: bool, global_load_E=None) -> dict:
-    """Sums asked for.
+    """Sums asked for; a token counts once for each document that holds it (`Segments.multiplicity`).
 
     Args:
       routing: choices of the layer.
@@ -33,13 +33,13 @@ def routing_statistics(routing: Routing, bias_E, segments, *, kind: str, z: bool
         assert global_load_E is not None
         num_tokens = jnp.sum(global_load_E.astype(scores_BLE.dtype)) / num_chosen  # as float: the sum can pass 2**31
         out["balance"] = balance.global_balance(scores_BLE, segments, counts_E=global_load_E, num_tokens=num_tokens, num_chosen=num_chosen)
-        out["balance_num"] = jnp.sum(segments.ids_BL >= 0).astype(scores_BLE.dtype)
+        out["balance_num"] = jnp.sum(segments.multiplicity()).astype(scores_BLE.dtype)
     if z:
         out["router_z"] = balance.router_z_sum(routing.logits_BLE, segments)
     if histogram:
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        margins = lambda scores, ids_BL, bias_E: router_bias.margin_histogram(flat(scores), bias_E, ids_BL.reshape(-1) >= 0, num_chosen)[
+        margins = lambda scores, times_BL, bias_E: router_bias.margin_histogram(flat(scores), bias_E, times_BL.reshape(-1), num_chosen)[
             None
         ]
-        out["margins_EN"] = per_rows(margins, routing.ranked_BLE, segments.ids_BL, whole=(bias_E,)).sum(0)
+        out["margins_EN"] = per_rows(margins, routing.ranked_BLE, segments.multiplicity(), whole=(bias_E,)).sum(0)
     return out

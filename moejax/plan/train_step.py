@@ -46,7 +46,9 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh)
-        lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
+        trees = {"parent": [{}] * len(zeros_BL), "num_segments": config.data.row_segments} if config.data.share_prefixes else {}
+        batch = Batch.build(zeros_BL, zeros_BL, **trees)
+        lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation))
         flags = options_for(mesh.devices.flat[0])
         compiled = lowered.compile(compiler_options=flags.taken)
     spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"

@@ -268,7 +268,8 @@ class Run:
 
     def speed(self, values: dict[str, float]) -> dict[str, float]:
         """Tokens, FLOPs and MFU of a step; MFU only where the device's peak is known."""
-        flops = train_flops_per_token(self.model, self.config.data.seq_len) * values["tokens"] / values["step_s"]
+        computed = values.get("computed_tokens", values["tokens"])  # of a prefix that documents share, fewer
+        flops = train_flops_per_token(self.model, self.config.data.seq_len) * computed / values["step_s"]
         speeds = {"tokens_per_s": values["tokens"] / values["step_s"], "tflops_per_s_per_device": flops / 1e12 / jax.device_count()}
         peak = self.config.observe.peak_tflops or peak_tflops(jax.devices()[0].device_kind)
         return speeds | ({"mfu": speeds["tflops_per_s_per_device"] / peak} if peak else {})

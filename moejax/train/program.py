@@ -44,7 +44,7 @@ def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, tra
     like = language_model.shapes(model)
     rules = groups.assign(optim, like, train_only=train.train_only)
     optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
-    switches = switches_for(losses, saved=saved, debug=train.debug)
+    switches = switches_for(losses, saved=saved, debug=train.debug, rebuild=train.rebuild_metadata)
     step = functools.partial(
         train_step,
         config=model,

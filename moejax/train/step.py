@@ -77,7 +77,7 @@ def _whole_load(run, params, batches, control: dict):
     def load_of(batch):
         layers = run(params, batch)[1].layers
         return {
-            section: {place: layer["load_E"] for place, layer in places.items() if "load_E" in layer} for section, places in layers.items()
+            section: {place: _counted(layer) for place, layer in places.items() if "load_E" in layer} for section, places in layers.items()
         }
 
     first = jax.tree.map(lambda array: array[0], batches)
@@ -87,6 +87,11 @@ def _whole_load(run, params, batches, control: dict):
         section: {place: control.get(section, {}).get(place, {}) | {"global_load_E": load} for place, load in places.items()}
         for section, places in loads.items()
     }
+
+
+def _counted(layer: dict):
+    """Rows per expert as balancing sees them."""
+    return layer.get("counted_E", layer["load_E"])
 
 
 LAYER_METRICS = {
@@ -146,6 +151,8 @@ def train_step(
         keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new, losses))
+    if batches.segments.copies_BL is not None:
+        out.scalars["computed_tokens"] = jnp.sum(batches.segments.ids_BL >= 0).astype(jnp.float32)
     if switches.debug:
         flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
         out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))
@@ -163,7 +170,7 @@ def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen:
             return weight
         seen = report.layers[names[0]][names[1]]
         if losses.bias_update == "sign":
-            return router_bias.sign_update(weight, seen["load_E"], losses.bias_rate)
+            return router_bias.sign_update(weight, _counted(seen), losses.bias_rate)
         return router_bias.quantile_update(weight, seen["margins_EN"], num_chosen)
 
     return jax.tree_util.tree_map_with_path(move, params)

@@ -26,6 +26,15 @@ def test_the_main_job_compiles_for_eight_gpus():
         assert f"\n{title} " in planned.report, planned.report
 
 
+def test_with_shared_prefixes_ops_whose_kernels_take_no_tree_run_as_xla_and_the_others_as_they_were():
+    wide = ["--model.kda.key_dim", "64", "--model.kda.value_dim", "64", "--model.num_layers", "4"]
+    planned = plan_step(load_config(CONFIG, [*wide, "--data.share_prefixes"]), *parse("h200x8"))
+    kernels = next(line for line in planned.report.splitlines() if line.startswith("kernels "))
+    for chosen in ("kda xla", "causal_conv xla", "grouped_mlp triton_gpu"):
+        assert chosen in kernels, kernels
+    assert launches(planned.compiled)["triton"] > 0
+
+
 def test_a_target_that_there_is_not_is_named():
     with pytest.raises(ConfigError, match="--target='h300x8' must be one of a100, h100, h200, b200"):
         parse("h300x8")

@@ -130,7 +130,7 @@ def test_a_batch_is_a_pytree_whose_leaves_have_the_rows_first():
 
 
 def test_positions_continue_along_a_tree_of_prefixes():
-    batch = Batch.build(np.arange(7)[None], [[0, 0, 0, 1, 1, 2, 2]], parent=[{1: 0, 2: 0}])
+    batch = Batch.build(np.array([[0, 1, 2, 3, 4, 3, 6]]), [[0, 0, 0, 1, 1, 2, 2]], parent=[{1: 0, 2: 0}])
     np.testing.assert_array_equal(batch.positions_BL, [[0, 1, 2, 3, 4, 3, 4]])
 
 

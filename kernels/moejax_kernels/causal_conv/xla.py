@@ -60,11 +60,10 @@ def _reaches(start, at, n):
 
 def _from_parents(tape_BPD, weight_D4, segments):
     """What the first three tokens of each segment that has a parent take from before it: [B, L, D], zeros elsewhere."""
-    index_BL, previous_BL = jnp.asarray(segments.index_BL), jnp.asarray(segments.previous_BL)
-    (B, L), number_U, row_B1 = index_BL.shape, jnp.arange(jnp.shape(segments.ancestor_BUU)[1]), np.arange(index_BL.shape[0])[:, None]
-    length_BU = (index_BL[:, :, None] == number_U).sum(1, dtype=jnp.int32)
-    start_BU = jnp.minimum(jnp.cumsum(length_BU, axis=1, dtype=jnp.int32) - length_BU, L - 1)
-    length_BU = jnp.where(previous_BL[row_B1, start_BU] >= 0, length_BU, 0)  # nothing to do for a document's first segment
+    previous_BL = jnp.asarray(segments.previous_BL)
+    (B, L), row_B1 = previous_BL.shape, np.arange(previous_BL.shape[0])[:, None]
+    start_BU = jnp.minimum(jnp.asarray(segments.first_BU), L - 1)
+    length_BU = jnp.where(previous_BL[row_B1, start_BU] >= 0, segments.sizes(), 0)  # nothing to do for a document's first segment
     before_BP = before_slots(segments)
     back_BUD = [_at_slots(tape_BPD, slot_BU) for slot_BU in _chain(before_BP, before_BP[row_B1, start_BU + TAPS])]
     sum_BLD = jnp.zeros((B, L, tape_BPD.shape[2]), weight_D4.dtype)
