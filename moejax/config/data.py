@@ -48,6 +48,9 @@ class DataConfig:
     """Rows that first-fit packing keeps open at a time."""
     heldout_percent: int = 5
     """Share of documents kept for evaluation, chosen by a hash of their name; 1 to 50."""
+    windows: bool = False
+    """Train a document longer than seq_len in windows, in one row of consecutive batches, which start from what the window before left
+    (train.carry_keys); otherwise its pieces know nothing of each other. Held-out documents are cut into pieces either way."""
 
     def __post_init__(self):
         require(bool(self.sources), "data.sources is empty; give at least one source.")

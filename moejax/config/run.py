@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.config.data import DataConfig
-from moejax.config.errors import ConfigError, regular_expression, require
+from moejax.config.errors import ConfigError, refuse_unused, regular_expression, require
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
@@ -84,6 +84,7 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_moe(model, mesh, tokens_per_device=rows // shards * data.seq_len)
     _check_losses(model, config.losses)
     _check_indexer(config)
+    _check_windows(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 
@@ -163,6 +164,21 @@ def _check_indexer(config: RunConfig) -> None:
             f"losses.index={losses.index!r} with losses.index_coef={losses.index_coef}, but {moved[0]} is not frozen: only its own loss "
             f"teaches an indexer, without it weight decay alone would move it; {loss} freeze it, e.g. with train.train_only='^(?!.*indexer)'."
         )
+
+
+def _check_windows(config: RunConfig) -> None:
+    """What a window leaves for the next one must have a layer that takes it."""
+    train, mixers = config.train, {kind.mixer for kind in config.model.layers()}
+    if not config.data.windows:
+        refuse_unused("train", train, "carry_keys", unless=False, why="data.windows is False")
+        return
+    require(train.accumulation == 1, f"data.windows goes on from batch to batch, train.accumulation={train.accumulation}; 1 fits.")
+    sparse = sorted(mixers & {"dsa", "dsa_shared"})
+    require(not sparse, f"data.windows is not built for sparse attention, and the model has {sparse}; gqa, mla, kda and gdn fit.")
+    require(
+        not train.carry_keys or bool(mixers & {"gqa", "mla"}),
+        f"train.carry_keys={train.carry_keys}, but no layer of the model has keys to carry ({sorted(mixers)}); 0 fits.",
+    )
 
 
 def indexer_paths(model: ModelConfig) -> list[str]:

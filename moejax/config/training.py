@@ -125,6 +125,9 @@ class TrainConfig:
     """Microbatches per step; divides data.batch_size."""
     remat: Literal["none", "layer"] = "none"
     """`layer`: recompute each layer's inside in the backward pass, keeping its input and its routing."""
+    carry_keys: int = 0
+    """With data.windows: keys and values (MLA: latents) of each attention layer that a window hands to the next one, beside the states of
+    linear attention, which always go on. Exact where it covers a layer's window, or the document."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0
@@ -146,6 +149,7 @@ class TrainConfig:
             self,
             steps=">= 1",
             accumulation=">= 1",
+            carry_keys=">= 0",
             eval_every=">= 0 (0: at the end only)",
             eval_batches=">= 1",
             log_every=">= 1",

@@ -10,7 +10,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from moejax.config.model import ModelConfig
 from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
+from moejax.model import past as pasts
 from moejax.model.context import Context, Switches
+from moejax.model.past import Past
 from moejax.model.transformer import Transformer
 from moejax.parallel.axes import sharding
 from moejax.parallel.islands import per_rows
@@ -24,6 +26,8 @@ class Output(NamedTuple):
     """Output projection in the master dtype; logits are hidden times this."""
     aux: dict
     """Reports of the layers, a tree by section and place; `unit` entries are stacked along the depth."""
+    past: Past | None = None
+    """What the rows leave for a later batch, if switches.past_keys asks for it."""
 
 
 @functools.cache
@@ -55,7 +59,15 @@ def init(config: ModelConfig, mesh: Mesh, seed: int) -> dict:
     return jax.jit(make, out_shardings=shardings(config, mesh), compiler_options=options)(jax.random.key(seed))
 
 
-def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, control: dict | None = None) -> Output:
+def forward(
+    config: ModelConfig,
+    params: dict,
+    batch,
+    switches: Switches = Switches(),
+    *,
+    control: dict | None = None,
+    past: Past | None = None,
+) -> Output:
     """Hidden states of a batch. Call inside jit, with the mesh set by jax.set_mesh.
 
     Args:
@@ -63,14 +75,25 @@ def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switc
       batch: has tokens_BL, positions_BL and segments.
       switches: what else to compute.
       control: what layers are told besides the batch, keyed like the aux tree (see Context).
+      past: what an earlier batch left, of switches.past_keys keys; None: every row begins anew.
     """
     graph, abstract = _abstract(config)
     state = jax.tree.map(lambda leaf: leaf, abstract)
     nnx.replace_by_pure_dict(state, params)
     model = nnx.merge(graph, state)
-    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
+    before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys)
+    context = Context(
+        segments=batch.segments,
+        positions_BL=batch.positions_BL,
+        switches=switches,
+        control=control,
+        before=before,
+        past=past and past.layers,
+    )
     hidden_BLD, aux = model(batch.tokens_BL, context)
-    return Output(hidden_BLD, model.unembed_DV(), aux)
+    aux, layers = pasts.split(aux)
+    left = None if switches.past_keys is None else pasts.left(batch, layers, before)
+    return Output(hidden_BLD, model.unembed_DV(), aux, left)
 
 
 def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_tokens: int = 1024) -> CrossEntropy:

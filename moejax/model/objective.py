@@ -61,6 +61,8 @@ class Report:
     """KL divergences of the indexers, in nats, summed over layers."""
     layers: dict
     """Loads, dropped rows, margins and finiteness per layer, a tree by section and place."""
+    past: Any = None
+    """What the rows leave for the next batch, if it is asked for; no sum, but one for each part."""
 
 
 def totals(batch) -> Totals:
@@ -71,7 +73,7 @@ def totals(batch) -> Totals:
     return Totals(jnp.sum(batch.weights_BL), count(ids >= 0), count((ids >= 0).any(-1)), count(first))
 
 
-def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False) -> Switches:
+def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False, past_keys: int | None = None) -> Switches:
     """What a forward pass must compute for these losses."""
     return Switches(
         remat=remat,
@@ -81,21 +83,22 @@ def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False
         router_z=losses.router_z_coef > 0,
         histogram=losses.bias_update == "quantile",
         debug=debug,
+        past_keys=past_keys,
     )
 
 
-def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None):
+def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None, past=None):
     """Loss of one microbatch, so that the losses of all microbatches add up to the global batch's.
 
     Args:
       batch: the microbatch.
       whole: totals of the global batch.
-      control: see language_model.forward.
+      control, past: see language_model.forward.
 
     Returns:
       the differentiable loss, and a Report.
     """
-    output = language_model.forward(config, params, batch, switches, control=control)
+    output = language_model.forward(config, params, batch, switches, control=control, past=past)
     ce = language_model.cross_entropy_sums(output, batch, z_coef=losses.z_coef, chunk_tokens=losses.chunk_tokens)
     balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
     balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)
@@ -104,7 +107,7 @@ def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whol
     loss = ce.loss_sum / _at_least_one(whole.targets) + losses.balance_coef * balance
     loss = loss + losses.router_z_coef * router_z / tokens + losses.index_coef * index_kl / tokens
     layers = jax.tree.map(lambda report: {name: report[name] for name in LAYER_REPORTS if name in report}, output.aux, is_leaf=_is_report)
-    return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers)
+    return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers, output.past)
 
 
 def _at_least_one(total):

@@ -97,7 +97,9 @@ class SparseAttention(nnx.Module):
             self.indexer = Indexer(config, latent_width=config.mla.q_lora_rank if latent else config.width, rngs=rngs)
 
     def __call__(self, x_BLD, context: Context, ids_BLK):
-        q, k, v, latent, gate = self.base.inputs(x_BLD, context)
+        if context.switches.past_keys is not None:
+            raise UnsupportedError("sparse attention leaves no past yet; windows and shared prefixes take gqa, mla, kda and gdn layers.")
+        q, k, v, latent, gate, _ = self.base.inputs(x_BLD, context)
         stage, aux = context.switches.index, {}
         scale = self.base.scale
         if not self.shared:

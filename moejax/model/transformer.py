@@ -118,15 +118,16 @@ class Transformer(nnx.Module):
         offset, size = len(self.plan.head), len(self.plan.unit)
 
         def unit(carry, step):
-            index, weights, control = step
+            index, weights, control, past = step
             layers, aux = nnx.merge(graph, weights), {}
             for place, layer in layers.items():
                 number = offset + int(place)
-                of_layer = dataclasses.replace(context, control=control.get(place))
+                of_layer = dataclasses.replace(context, control=control.get(place), past=past.get(place))
                 carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
             return carry, aux
 
-        return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})))
+        of_units = [(tree or {}).get("unit", {}) for tree in (context.control, context.past)]
+        return jax.lax.scan(unit, carry, (jnp.arange(self.plan.num_units), stacked, *of_units))
 
     def _run(self, layer, carry, context: Context, place: int, num_blocks):
         if not context.switches.remat:
@@ -152,4 +153,5 @@ class Transformer(nnx.Module):
 
 def _of(context: Context, section: str, place: str) -> Context:
     """The context of one unrolled layer."""
-    return dataclasses.replace(context, control=(context.control or {}).get(section, {}).get(place))
+    control, past = ((tree or {}).get(section, {}).get(place) for tree in (context.control, context.past))
+    return dataclasses.replace(context, control=control, past=past)

@@ -15,7 +15,7 @@ from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
-from moejax.train.state import placed_shapes
+from moejax.train.state import past_shapes, placed_shapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     mesh = make_mesh(config.mesh, devices(target, count))
     adaptive = config.model.moe.adaptive.highest
     model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
-    program = make_program(model, config.losses, config.optim, config.train)
+    program = make_program(model, config.losses, config.optim, config.train, windows=config.data.windows)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
-        state = placed_shapes(config.model, program.optimizer, mesh)
+        state = placed_shapes(config.model, program.optimizer, mesh, past_shapes(config.model, config.data, config.train))
         lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
         flags = options_for(mesh.devices.flat[0])
         compiled = lowered.compile(compiler_options=flags.taken)

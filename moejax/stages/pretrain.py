@@ -42,7 +42,7 @@ from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
-from moejax.train.state import TrainState, init_state, placed_shapes
+from moejax.train.state import TrainState, init_state, past_shapes, placed_shapes
 
 USER_ERRORS = (
     ConfigError,
@@ -105,7 +105,7 @@ class Run:
         self.main = jax.process_index() == 0
         self.flags = options_for(jax.local_devices()[0])
         self.folder = Path(config.out_dir) / config.name
-        self.program = make_program(config.model, config.losses, config.optim, config.train)
+        self.program = make_program(config.model, config.losses, config.optim, config.train, windows=config.data.windows)
         self.steps: dict[float, Any] = {}
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
@@ -145,11 +145,13 @@ class Run:
 
     def load(self, found: Path | None) -> TrainState:
         """Fresh weights, or a checkpoint's."""
+        config, optimizer = self.config, self.program.optimizer
+        past = past_shapes(config.model, config.data, config.train)
         if found is None:
-            self.say(f"start     fresh weights, seed {self.config.train.seed}")
+            self.say(f"start     fresh weights, seed {config.train.seed}")
             with refuse_replication():
-                return init_state(self.config.model, self.program.optimizer, self.mesh, self.config.train.seed)
-        state, host = self.checkpoints.restore(found, like=placed_shapes(self.config.model, self.program.optimizer, self.mesh))
+                return init_state(config.model, optimizer, self.mesh, config.train.seed, past)
+        state, host = self.checkpoints.restore(found, like=placed_shapes(config.model, optimizer, self.mesh, past))
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
@@ -167,7 +169,8 @@ class Run:
         if size not in self.steps:
             config = self.config
             if adaptive.highest:
-                self.program = make_program(with_capacity(config.model, size), config.losses, config.optim, config.train)
+                model = with_capacity(config.model, size)
+                self.program = make_program(model, config.losses, config.optim, config.train, windows=config.data.windows)
             self.steps[size] = self.compile(state, batches)
             self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
             if adaptive.highest:

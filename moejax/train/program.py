@@ -38,12 +38,13 @@ class Program:
         return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
 
 
-def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig) -> Program:
-    """The step that a config asks for."""
+def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, *, windows: bool = False) -> Program:
+    """The step that a config asks for; `windows`: data.windows."""
     like = language_model.shapes(model)
     rules = groups.assign(optim, like, train_only=train.train_only)
     optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
-    switches = switches_for(losses, remat=train.remat == "layer", debug=train.debug)
+    past_keys = train.carry_keys if windows else None
+    switches = switches_for(losses, remat=train.remat == "layer", debug=train.debug, past_keys=past_keys)
     step = functools.partial(
         train_step,
         config=model,

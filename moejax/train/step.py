@@ -17,12 +17,15 @@ from moejax.train.control import control_metrics, told, update
 from moejax.train.state import TrainState
 
 
-def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches, *, control: dict | None = None):
+def gradients(
+    config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches, *, control: dict | None = None, past=None
+):
     """Loss, gradients and report of a global batch.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
       control: what layers are told (`control.told`).
+      past: what the batch before left, for one microbatch alone; no gradient goes there.
 
     Returns:
       loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
@@ -32,8 +35,10 @@ def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, sw
     run = functools.partial(objective, config, losses, whole=whole, switches=switches)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
-        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control), has_aux=True)(params)
+        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control, past=past), has_aux=True)(params)
         return loss, grads, report
+    if past is not None:
+        raise ValueError(f"windows go on from one batch to the next, not from one of {num_microbatches} microbatches; 1 fits.")
     counted = losses.balance == "global" or config.moe.router.overload_strength > 0
     if counted:
         control = _whole_load(functools.partial(run, control=control), params, batches, control or {})
@@ -109,7 +114,8 @@ def train_step(
     trainable: dict,
     switches: Switches,
 ) -> tuple[TrainState, StepOutput]:
-    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were.
+    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were,
+    and what its rows leave is forgotten.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...].
@@ -117,7 +123,7 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control)
+    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, past=state.past or None)
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
@@ -132,6 +138,8 @@ def train_step(
         state.skipped + skip,
         (state.skipped_in_a_row + skip) * skip,
         keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
+        # rows have moved on: after a step that is not finite they begin anew, from nothing
+        jax.tree.map(lambda left: jnp.where(finite, left, 0), report.past) if state.past else {},
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
     if switches.debug:
