@@ -10,10 +10,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from moejax.config.model import ModelConfig
 from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
+from moejax.memory.cached import cached
 from moejax.model import past as pasts
 from moejax.model.context import Context, Switches
 from moejax.model.past import Past
-from moejax.model.transformer import Transformer
+from moejax.model.transformer import Below, Transformer, stages
 from moejax.parallel.axes import sharding
 from moejax.parallel.islands import per_rows
 
@@ -67,6 +68,7 @@ def forward(
     *,
     control: dict | None = None,
     past: Past | None = None,
+    below: Below | None = None,
 ) -> Output:
     """Hidden states of a batch. Call inside jit, with the mesh set by jax.set_mesh.
 
@@ -76,11 +78,10 @@ def forward(
       switches: what else to compute.
       control: what layers are told besides the batch, keyed like the aux tree (see Context).
       past: what an earlier batch left, of switches.past_keys keys; None: every row begins anew.
+      below: what the first stages make of this very batch with these very weights (`lower`); it is taken as it is, and their layers
+        report nothing. Gradients are as if it had been computed here: backward runs these stages anew if someone asks for theirs.
     """
-    graph, abstract = _abstract(config)
-    state = jax.tree.map(lambda leaf: leaf, abstract)
-    nnx.replace_by_pure_dict(state, params)
-    model = nnx.merge(graph, state)
+    model = _model(config, params)
     before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys)
     context = Context(
         segments=batch.segments,
@@ -90,10 +91,42 @@ def forward(
         before=before,
         past=past and past.layers,
     )
-    hidden_BLD, aux = model(batch.tokens_BL, context)
+    if below is not None:
+        rebuild = functools.partial(lower, config, batch=batch, num_stages=below.num_stages, switches=switches, control=control)
+        below = below._replace(carry=cached(lambda params: rebuild(params))(below.carry, (params,)))
+    hidden_BLD, aux = model(batch.tokens_BL, context, below)
     aux, layers = pasts.split(aux)
     left = None if switches.past_keys is None else pasts.left(batch, layers, before)
     return Output(hidden_BLD, model.unembed_DV(), aux, left)
+
+
+def lower(
+    config: ModelConfig, params: dict, batch, *, num_stages: int, switches: Switches = Switches(), control: dict | None = None
+) -> dict:
+    """What flows out of the first stages of the model, rows that begin anew: the carry of a Below."""
+    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
+    model = _model(config, params)
+    return model.advance(model.begin(batch.tokens_BL), context, stages(config)[:num_stages])[0]
+
+
+def num_frozen(config: ModelConfig, trainable: dict) -> int:
+    """Stages of the model below the first weight that learns; 0 if the embedding does.
+
+    Args:
+      trainable: bools keyed like the weights.
+    """
+    if any(jax.tree.leaves(trainable["embed"])):
+        return 0
+    of = lambda section, place: trainable[section][place] if place else trainable[section]
+    learns = [any(jax.tree.leaves(of(*stage))) for stage in stages(config)]
+    return learns.index(True) if True in learns else len(learns)
+
+
+def _model(config: ModelConfig, params: dict) -> Transformer:
+    graph, abstract = _abstract(config)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
 
 
 def cross_entropy_sums(output: Output, batch, *, z_coef: float = 0.0, chunk_tokens: int = 1024) -> CrossEntropy:

@@ -87,18 +87,20 @@ def switches_for(losses: LossConfig, *, remat: bool = False, debug: bool = False
     )
 
 
-def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None, past=None):
+def objective(
+    config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None, past=None, below=None
+):
     """Loss of one microbatch, so that the losses of all microbatches add up to the global batch's.
 
     Args:
       batch: the microbatch.
       whole: totals of the global batch.
-      control, past: see language_model.forward.
+      control, past, below: see language_model.forward.
 
     Returns:
       the differentiable loss, and a Report.
     """
-    output = language_model.forward(config, params, batch, switches, control=control, past=past)
+    output = language_model.forward(config, params, batch, switches, control=control, past=past, below=below)
     ce = language_model.cross_entropy_sums(output, batch, z_coef=losses.z_coef, chunk_tokens=losses.chunk_tokens)
     balance_total = {"none": whole.tokens, "switch": whole.rows, "sequence": whole.documents, "global": whole.tokens}[losses.balance]
     balance = _layer_sum(output.aux, "balance") / _at_least_one(balance_total)

@@ -12,13 +12,23 @@ from moejax.config.training import LossConfig
 from moejax.losses import router_bias
 from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
+from moejax.model.past import Past
+from moejax.model.transformer import Below
 from moejax.optim.clip import clip_by_global_norm
 from moejax.train.control import control_metrics, told, update
 from moejax.train.state import TrainState
 
 
 def gradients(
-    config: ModelConfig, losses: LossConfig, params: dict, batches, switches: Switches, *, control: dict | None = None, past=None
+    config: ModelConfig,
+    losses: LossConfig,
+    params: dict,
+    batches,
+    switches: Switches,
+    *,
+    control: dict | None = None,
+    past: Past | None = None,
+    below: Below | None = None,
 ):
     """Loss, gradients and report of a global batch.
 
@@ -26,6 +36,7 @@ def gradients(
       batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
       control: what layers are told (`control.told`).
       past: what the batch before left, for one microbatch alone; no gradient goes there.
+      below: what the first stages of the model make of the batch (`language_model.lower`), for one microbatch alone.
 
     Returns:
       loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
@@ -35,10 +46,11 @@ def gradients(
     run = functools.partial(objective, config, losses, whole=whole, switches=switches)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
-        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control, past=past), has_aux=True)(params)
+        run_first = lambda params: run(params, first, control=control, past=past, below=below)
+        (loss, report), grads = jax.value_and_grad(run_first, has_aux=True)(params)
         return loss, grads, report
-    if past is not None:
-        raise ValueError(f"windows go on from one batch to the next, not from one of {num_microbatches} microbatches; 1 fits.")
+    if past is not None or below is not None:
+        raise ValueError(f"a past and what lies below are those of one batch, not of {num_microbatches} microbatches; 1 fits.")
     counted = losses.balance == "global" or config.moe.router.overload_strength > 0
     if counted:
         control = _whole_load(functools.partial(run, control=control), params, batches, control or {})
@@ -106,6 +118,7 @@ class StepOutput(NamedTuple):
 def train_step(
     state: TrainState,
     batches,
+    below: dict | None = None,
     *,
     config: ModelConfig,
     losses: LossConfig,
@@ -113,17 +126,20 @@ def train_step(
     clip_norm: float,
     trainable: dict,
     switches: Switches,
+    num_frozen: int = 0,
 ) -> tuple[TrainState, StepOutput]:
     """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were,
     and what its rows leave is forgotten.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...].
+      below: what the first `num_frozen` stages of the model make of the batch, or None.
       clip_norm: largest global norm of the gradients; 0: no clipping.
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, past=state.past or None)
+    below = None if below is None else Below(below, num_frozen)
+    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, past=state.past or None, below=below)
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)

@@ -37,7 +37,7 @@ def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sink
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or a window below 1.
-      UnsupportedError: "triton_gpu" without an NVIDIA GPU, with segment trees, with keys before the queries, or other widths, dtypes or scales than it takes.
+      UnsupportedError: "triton_gpu" without an NVIDIA GPU, with segment trees, or other widths, dtypes or scales than it takes.
 
     cuDNN is not among them: JAX's entry to it (`jax.nn.dot_product_attention`) takes a length per row, but no documents inside a row
     other than as a mask of L x L.
@@ -61,8 +61,6 @@ def _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale, segments) -> str | None:
     dtypes = [array.dtype for array in (q_BLHC, k_BSGC, v_BSGM)]
     if segments is not None and segments.index_BL is not None:
         return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
-    if k_BSGC.shape[1] != q_BLHC.shape[1]:
-        return f"takes as many keys as queries, got S={k_BSGC.shape[1]} and L={q_BLHC.shape[1]}. Pass implementation='xla'."
     if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
         widths = f"C={C} and M={M} (q is {q_BLHC.shape}, v is {v_BSGM.shape})"
         return f"needs key and value widths of 64, 96, 128, 192 or 256, got {widths}. Pass implementation='xla'."
