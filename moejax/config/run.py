@@ -173,10 +173,10 @@ def _check_windows(config: RunConfig) -> None:
         refuse_unused("train", train, "carry_keys", unless=False, why="data.windows is False")
         return
     require(train.accumulation == 1, f"data.windows goes on from batch to batch, train.accumulation={train.accumulation}; 1 fits.")
-    sparse = sorted(mixers & {"dsa", "dsa_shared"})
-    require(not sparse, f"data.windows is not built for sparse attention, and the model has {sparse}; gqa, mla, kda and gdn fit.")
+    pool = config.model.indexer.pool
+    require(pool == 1, f"data.windows is not built for pooled index keys (model.indexer.pool={pool}); 1 fits.")
     require(
-        not train.carry_keys or bool(mixers & {"gqa", "mla"}),
+        not train.carry_keys or bool(mixers - {"kda", "gdn"}),
         f"train.carry_keys={train.carry_keys}, but no layer of the model has keys to carry ({sorted(mixers)}); 0 fits.",
     )
 

@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 class Recall:
-    """What a function of frozen weights made of earlier inputs, as host arrays."""
+    """What a function of frozen weights made of earlier inputs."""
 
     def __init__(self, store: Store, version: str):
         """Nothing is known yet.
@@ -61,7 +61,7 @@ class Recall:
         """Values found; computed; and of the latter those for which the store gave one that carries another key or version."""
 
     def __call__(self, key: str, make: Callable[[], Any]) -> Any:
-        """The value of `make()`, from the store if it is there.
+        """The value of `make()`, as the store gives it back if it is there.
 
         Args:
           key: hash of all that `make` depends on besides the weights.
@@ -73,7 +73,7 @@ class Recall:
                 return found["value"]
             self.refused += 1
         self.misses += 1
-        value = jax.device_get(make())
+        value = make()
         self._store.put(key, self.version, {"label": label, "value": value})
         return value
 

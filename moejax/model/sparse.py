@@ -7,6 +7,7 @@ from moejax_kernels import index_kl, index_topk, sparse_attention
 from moejax_kernels.implementation import UnsupportedError
 
 from moejax.config.model import ModelConfig
+from moejax.model import past
 from moejax.model.attention import GroupedQueryAttention, LatentAttention
 from moejax.model.context import Context
 from moejax.model.norms import layer_norm
@@ -43,11 +44,13 @@ class Indexer(nnx.Module):
         return q_BLJC, k_BLC, w_BLJ
 
     def choose(self, q_BLJC, k_BLC, w_BLJ, x_BLD, context: Context):
-        """Positions of the chosen keys, int32 [B, L, K], -1 where there are fewer."""
+        """Positions of the chosen keys, int32 [B, L, K], -1 where there are fewer; behind a past all arrays but x are as long as keys."""
         index = self.config
         if index.pool == 1:
             run = lambda q, k, w, segments: index_topk(q, k, w, topk=index.topk, segments=segments)
-            return per_rows(run, q_BLJC, k_BLC, w_BLJ, context.segments)
+            return per_rows(run, q_BLJC, k_BLC, w_BLJ, context.key_segments)
+        if context.switches.past_keys is not None:
+            raise UnsupportedError("indexer.pool > 1 does not count pools across a past; use pool=1, or no windows and no shared prefixes.")
         if context.segments.ancestor_BUU is not None:
             raise UnsupportedError("indexer.pool > 1 does not pool across the branches of a segment tree; use pool=1 or plain documents.")
         gate_BLC = project("bld,dc->blc", jax.lax.stop_gradient(x_BLD), self.pool_gate_DC[...])
@@ -97,25 +100,35 @@ class SparseAttention(nnx.Module):
             self.indexer = Indexer(config, latent_width=config.mla.q_lora_rank if latent else config.width, rngs=rngs)
 
     def __call__(self, x_BLD, context: Context, ids_BLK):
-        if context.switches.past_keys is not None:
-            raise UnsupportedError("sparse attention leaves no past yet; windows and shared prefixes take gqa, mla, kda and gdn layers.")
-        q, k, v, latent, gate, _ = self.base.inputs(x_BLD, context)
+        q, k, v, latent, gate, kept = self.base.inputs(x_BLD, context)
+        whole = lambda array: _behind(k.shape[1] - q.shape[1], array)  # these ops take as many queries as keys
+        own = lambda array: array[:, k.shape[1] - q.shape[1] :]
         stage, aux = context.switches.index, {}
         scale = self.base.scale
         if not self.shared:
             index_q, index_k, index_w = self.indexer.inputs(x_BLD, latent, context)
+            index_keys, index_kept = past.extend(context, index_k_BSC=index_k)
+            index_q, index_k, index_w, kept = whole(index_q), index_keys["index_k_BSC"], whole(index_w), kept | index_kept
             if stage != "dense":
-                ids_BLK = self.indexer.choose(index_q, index_k, index_w, x_BLD, context)
+                ids_BLK = own(self.indexer.choose(index_q, index_k, index_w, x_BLD, context))
             if stage != "none":
                 run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(
                     q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments
                 )
-                chosen = () if stage == "dense" else (ids_BLK,)
-                kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), index_q, index_k, index_w, context.segments, *chosen)
-                aux["index_kl"] = jnp.sum(kl_BL)
+                chosen = () if stage == "dense" else (whole(ids_BLK),)
+                kl_BS = per_rows(run, *jax.lax.stop_gradient((whole(q), k)), index_q, index_k, index_w, context.key_segments, *chosen)
+                aux["index_kl"] = jnp.sum(own(kl_BS))
         if stage == "dense":
             o = self.base.dense(q, k, v, context)
         else:
             run = lambda q, k, v, ids, segments: sparse_attention(q, k, v, ids, scale=scale, segments=segments)
-            o = per_rows(run, q, k, v, ids_BLK, context.segments)
-        return self.base.output(o, gate), ids_BLK, aux
+            o = own(per_rows(run, whole(q), k, v, whole(ids_BLK), context.key_segments))
+        return self.base.output(o, gate), ids_BLK, aux | past.report(kept)
+
+
+def _behind(num_keys: int, array_BLX):
+    """The queries' numbers behind those of as many positions that ask for nothing: 0, or no key."""
+    if num_keys == 0:
+        return array_BLX
+    filler = -1 if jnp.issubdtype(array_BLX.dtype, jnp.integer) else 0
+    return jnp.pad(array_BLX, ((0, 0), (num_keys, 0), *((0, 0),) * (array_BLX.ndim - 2)), constant_values=filler)

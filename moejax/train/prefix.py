@@ -1,8 +1,9 @@
 """Microbatches that go on from one prefix: what it leaves is computed once for all of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from moejax.memory.cached import cached
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import objective, totals
-from moejax.model.past import Past
 
 Way = Literal["each", "rebuild", "once"]
 
@@ -52,13 +52,8 @@ def prefix_gradients(
     """
     whole = totals(batches)
 
-    def run_prefix(params) -> Past:
-        return language_model.forward(config, params, prefix, switches, control=control).past  # type: ignore[return-value]
-
-    choose = lambda layers, wanted: {
-        section: {place: kept for place, kept in places.items() if shared(section, place) == wanted} for section, places in layers.items()
-    }
-    leave = lambda params: choose(run_prefix(params).layers, True)
+    run_prefix: Callable[[dict], Any] = lambda params: language_model.forward(config, params, prefix, switches, control=control).past
+    leave = lambda params: _select(run_prefix(params).layers, shared)
     ends = jax.tree.map(jax.lax.stop_gradient, dataclasses.replace(run_prefix(params), layers={}))
 
     def loss_of(params, given, batch):
@@ -66,23 +61,31 @@ def prefix_gradients(
             given = leave(params)
         elif way == "rebuild":
             given = cached(leave)(given, (params,))
-        others = choose(run_prefix(params).layers, False)
-        layers = {section: given[section] | others[section] for section in given}
-        past = dataclasses.replace(ends, layers=layers)
+        others = _select(run_prefix(params).layers, lambda section, place: not shared(section, place))
+        past = dataclasses.replace(ends, layers={section: given[section] | others[section] for section in given})
         loss, report = objective(config, losses, params, batch, whole, switches, control=control, past=past)
         return loss, dataclasses.replace(report, past=None)
 
-    given, pull = jax.vjp(leave, params) if way == "once" else (None if way == "each" else jax.lax.stop_gradient(leave(params)), None)
-    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1) if way == "once" else 0, has_aux=True)
-    first = jax.tree.map(lambda array: array[0], batches)
-    sums = jax.tree.map(
-        lambda like: jnp.ones(like.shape, bool) if like.dtype == bool else jnp.zeros(like.shape, like.dtype),
-        jax.eval_shape(differentiate, params, given, first),
-    )
-    join = lambda total, part: total & part if total.dtype == bool else total + part
-    add = lambda sums, batch: (jax.tree.map(join, sums, differentiate(params, given, batch)), None)
-    ((loss, report), grads), _ = jax.lax.scan(add, sums, batches, unroll=unroll)
+    given, pull = None, None
+    if way == "once":
+        given, pull = jax.vjp(leave, params)
+    elif way == "rebuild":
+        given = jax.lax.stop_gradient(leave(params))
+    differentiate = jax.value_and_grad(loss_of, argnums=0 if pull is None else (0, 1), has_aux=True)
+    (loss, report), grads = _sum_over(functools.partial(differentiate, params, given), batches, unroll)
     if pull is not None:
         grads, of_given = grads
         grads = jax.tree.map(jnp.add, grads, pull(of_given)[0])
     return loss, grads, report
+
+
+def _select(layers: dict, wanted: Callable[[str, str], bool]) -> dict:
+    return {section: {place: kept for place, kept in places.items() if wanted(section, place)} for section, places in layers.items()}
+
+
+def _sum_over(function, batches, unroll: int):
+    """Sums over microbatches; flags are true if all are."""
+    like = jax.eval_shape(function, jax.tree.map(lambda array: array[0], batches))
+    zeros = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool) if leaf.dtype == bool else jnp.zeros(leaf.shape, leaf.dtype), like)
+    join = lambda total, part: total & part if total.dtype == bool else total + part
+    return jax.lax.scan(lambda sums, batch: (jax.tree.map(join, sums, function(batch)), None), zeros, batches, unroll=unroll)[0]

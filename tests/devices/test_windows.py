@@ -11,11 +11,15 @@ from moejax.config.data import DataConfig
 from moejax.config.training import LossConfig, TrainConfig
 from moejax.data.batch import Batch
 from moejax.parallel.mesh import mesh_from
+from moejax.train.evaluate import eval_step
 from moejax.train.program import make_program
 from moejax.train.state import init_state, past_shapes
 
 STILL = dataclasses.replace(tiny.SGD, learning_rate=0.0)
 ROWS, WINDOW = 4, 8
+MIXERS = "kda", "gqa", "kda", "gqa", "gqa"
+MODEL = tiny.model(*MIXERS, feed_forwards=("dense",), dense_hidden=16, moe=tiny.MoEConfig())
+"""Two stacked units, and a layer behind them."""
 DATA = DataConfig(seq_len=WINDOW, batch_size=ROWS, windows=True)
 
 
@@ -35,15 +39,18 @@ def windows(batch):
 
 
 def test_steps_over_windows_see_the_loss_of_the_whole_and_forget_after_a_step_that_is_not_finite():
-    config, losses, train = tiny.model("kda", "gqa", "kda", "gqa", "gqa"), LossConfig(), TrainConfig(carry_keys=16)
-    mesh = mesh_from(fsdp=2, expert=2)
-    whole_trainer = tiny.trainer(config, losses, STILL, fsdp=2, expert=2)
-    _, (want,) = whole_trainer.run([whole()])
+    config, losses, train = MODEL, LossConfig(), TrainConfig(carry_keys=16)
+    mesh = mesh_from(data=2, fsdp=2)
+    with jax.set_mesh(mesh):
+        evaluate = eval_step.lower(tiny.lay(tiny.weights(config), config, mesh), {}, tiny.put(whole(), mesh), config=config)
+        nll, num_targets = evaluate.compile(compiler_options=tiny.QUICK_TO_COMPILE)(
+            tiny.lay(tiny.weights(config), config, mesh), {}, tiny.put(whole(), mesh)
+        )
     program = make_program(config, losses, STILL, train, windows=True)
     with jax.set_mesh(mesh):
         past = past_shapes(config, DATA, train)
         state = init_state(config, program.optimizer, mesh, 0, past)
-        assert set(state.past.layers) == {"head", "unit", "tail"} and all(state.past.layers.values())  # stacked layers and others
+        assert state.past.layers["unit"] and state.past.layers["tail"]  # stacked layers and others
         state = dataclasses.replace(state, params=tiny.lay(tiny.weights(config), config, mesh))
         places = jax.tree.map(lambda array: array.sharding, state)
         step = jax.jit(program.step, out_shardings=(places, None), compiler_options=tiny.QUICK_TO_COMPILE)
@@ -51,8 +58,8 @@ def test_steps_over_windows_see_the_loss_of_the_whole_and_forget_after_a_step_th
         for batch in windows(whole()):
             state, out = step(state, tiny.put(batch, mesh))
             nats, targets = nats + out.scalars["loss_nats"] * out.scalars["targets"], targets + out.scalars["targets"]
-        assert targets == want.scalars["targets"]
-        np.testing.assert_allclose(nats / targets, want.scalars["loss_nats"], rtol=2e-6)  # float32, sums in another order
+        assert targets == num_targets
+        np.testing.assert_allclose(nats, nll, rtol=2e-6)  # float32, sums in another order
         assert np.asarray(state.past.held_B).tolist() == [24, 11, 0, 21] and np.asarray(state.past.next_B).tolist() == [24, 11, 0, 21]
         assert state.past.held_B.sharding.spec[0] == ("data", "fsdp", "expert")
         broken = dataclasses.replace(state, params=jax.tree.map(lambda weight: weight * jnp.nan, state.params))

@@ -233,9 +233,14 @@ UNRESOLVED = [
         ["data.windows", "train.accumulation=2", "1 fits"],
     ),
     (
-        RunConfig(name="a", data=DataConfig(windows=True), model=DSA, train=TrainConfig(train_only="feed_forward")),
+        RunConfig(
+            name="a",
+            data=DataConfig(windows=True),
+            model=dataclasses.replace(DSA, indexer=IndexerConfig(pool=4)),
+            train=TrainConfig(train_only="feed_forward"),
+        ),
         8,
-        ["data.windows", "['dsa']", "gqa, mla, kda and gdn fit"],
+        ["data.windows", "model.indexer.pool=4", "1 fits"],
     ),
     (
         RunConfig(name="a", data=DataConfig(windows=True), model=ModelConfig(mixers=("kda",)), train=TrainConfig(carry_keys=4)),

@@ -19,16 +19,18 @@ LENGTH, WINDOW = 18, 6
 IDS_BL = np.array([[0] * 18, [0] * 8 + [1] * 10, [0] * 3 + [1] * 3 + [2] * 9 + [-1] * 3])
 """A document over three windows; one that begins inside a window; one that ends with a window, and padding."""
 WINDOWED = tiny.GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate=True, window=5, sinks=True)
-FULL = {"precision": tiny.FLOAT64}
+DENSE = {"feed_forwards": ("dense",), "moe": tiny.MoEConfig(), "dense_hidden": 16, "scan_layers": False}
+EXACT = {"precision": tiny.FLOAT64}
 CASES = {
-    "gqa": (tiny.model("gqa", "gqa", **FULL), 12),
-    "gqa, sliding window": (tiny.model("gqa", gqa=WINDOWED, **FULL), 4),
-    "mla": (tiny.model("mla", **FULL), 12),
-    "kda": (tiny.model("kda", **FULL), 0),
-    "gdn": (tiny.model("gdn", **FULL), 0),
-    "kda, gqa, kda, gqa": (tiny.model("kda", "gqa", "kda", "gqa", **FULL), 12),
+    "gqa": (tiny.model("gqa", **EXACT, **DENSE), 12),
+    "gqa, sliding window": (tiny.model("gqa", gqa=WINDOWED, **EXACT, **DENSE), 4),
+    "mla": (tiny.model("mla", **EXACT, **DENSE), 12),
+    "kda": (tiny.model("kda", **EXACT, **DENSE), 0),
+    "gdn": (tiny.model("gdn", **EXACT, **DENSE), 0),
+    "dsa, dsa_shared": (tiny.model("dsa", "dsa_shared", **EXACT, **DENSE), 12),
+    "kda, gqa, kda, gqa, mla; experts": (tiny.model("kda", "gqa", "kda", "gqa", "mla", **EXACT), 12),
 }
-SLOW = ("gdn", "kda, gqa, kda, gqa")
+SLOW = ("gdn", "dsa, dsa_shared", "kda, gqa, kda, gqa, mla; experts")
 
 
 def whole():
@@ -51,14 +53,24 @@ def test_windows_have_the_targets_and_positions_of_the_whole():
         np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts], 1), getattr(whole(), name))
 
 
+def index_stage(config):
+    return "sparse" if "dsa" in config.mixers else "none"
+
+
+def index_loss(output):
+    """Of the first layer, if it has an indexer."""
+    return output.aux["head"].get("0", {}).get("index_kl", 0.0)
+
+
 def in_windows(config, num_keys, params, batches):
     """Hidden states [B, L, D] and the sum of losses; pasts are handed on with their gradients."""
     past, hidden, loss = None, [], 0.0
     for batch in batches:
-        output = language_model.forward(config, params, batch, Switches(past_keys=num_keys), past=past)
+        switches = Switches(past_keys=num_keys, index=index_stage(config))
+        output = language_model.forward(config, params, batch, switches, past=past)
         past = output.past
         hidden.append(output.hidden_BLD)
-        loss += language_model.cross_entropy_sums(output, batch).loss_sum
+        loss += language_model.cross_entropy_sums(output, batch).loss_sum + index_loss(output)
     return loss, jnp.concatenate(hidden, 1)
 
 
@@ -69,8 +81,8 @@ def results(name, num_keys):
 
     def run(params, batches):
         if num_keys is None:
-            output = language_model.forward(config, params, batches[0])
-            return language_model.cross_entropy_sums(output, batches[0]).loss_sum, output.hidden_BLD
+            output = language_model.forward(config, params, batches[0], Switches(index=index_stage(config)))
+            return language_model.cross_entropy_sums(output, batches[0]).loss_sum + index_loss(output), output.hidden_BLD
         return in_windows(config, num_keys, params, batches)
 
     batches = [whole()] if num_keys is None else list(windows())
@@ -115,7 +127,7 @@ def after_past(config, num_keys):
 @pytest.mark.parametrize("mixers", [("gqa", "kda"), pytest.param(("mla", "gdn"), marks=pytest.mark.slow)], ids=str)
 def test_a_row_that_begins_anew_sees_exactly_nothing_of_the_past(mixers):
     """Rows: one goes on; one begins another document; one goes on, but not where the past ended. The last two: as if there were no past."""
-    config, num_keys = tiny.model(*mixers), 7
+    config, num_keys = tiny.model(*mixers, **DENSE), 7  # gradients of experts would be summed in another order
     rng = np.random.default_rng(1)
     first, second = np.zeros((3, WINDOW), int), np.array([[0] * WINDOW, [0] * WINDOW, [0] * 2 + [1] * 4])
     tokens_BL, start_B = rng.integers(0, 64, second.shape), np.array([WINDOW, 0, WINDOW + 1])
@@ -134,9 +146,9 @@ def test_a_row_that_begins_anew_sees_exactly_nothing_of_the_past(mixers):
         jax.tree.map(np.testing.assert_array_equal, grad, grads[0])
 
 
-def test_sparse_attention_leaves_no_past():
-    config = tiny.model("dsa")
-    with jax.set_mesh(mesh_from()), pytest.raises(UnsupportedError, match="leaves no past"):
+def test_pooled_index_keys_leave_no_past():
+    config = tiny.model("dsa", indexer=dataclasses.replace(tiny.SIZES["dsa"]["indexer"], pool=2))
+    with jax.set_mesh(mesh_from()), pytest.raises(UnsupportedError, match="does not count pools across a past"):
         jax.eval_shape(
             lambda params: language_model.forward(config, params, tiny.batch(), Switches(past_keys=4)), language_model.shapes(config)
         )
