@@ -81,6 +81,11 @@ def forward(
       below: what the first stages make of this very batch with these very weights (`lower`); it is taken as it is, and their layers
         report nothing. Gradients are as if it had been computed here: backward runs these stages anew if someone asks for theirs.
     """
+    if past is not None and (switches.past_keys is None or below is not None):
+        raise ValueError(
+            f"forward: a past needs switches.past_keys, the number of its keys (it is {switches.past_keys}), and what the first stages make "
+            f"of a batch (below is {'given' if below is not None else 'None'}) is that of rows that begin anew. Give one of the two."
+        )
     model = _model(config, params)
     before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys)
     context = Context(

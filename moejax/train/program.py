@@ -37,7 +37,9 @@ class Program:
     def lower(self, state, batches, below: dict | None = None) -> jax.stages.Lowered:
         """The step, lowered for arrays, or their shapes, where they lie; the state's memory is reused for the next one."""
         places = jax.tree.map(lambda array: array.sharding, state)
-        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches, below)
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(
+            state, batches, *(() if below is None else (below,))
+        )
 
 
 def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, *, windows: bool = False) -> Program:

@@ -40,18 +40,16 @@ def windows(batch):
 
 def test_steps_over_windows_see_the_loss_of_the_whole_and_forget_after_a_step_that_is_not_finite():
     config, losses, train = MODEL, LossConfig(), TrainConfig(carry_keys=16)
-    mesh = mesh_from(data=2, fsdp=2)
+    mesh, program = mesh_from(data=2, fsdp=2), make_program(config, losses, STILL, train, windows=True)
     with jax.set_mesh(mesh):
-        evaluate = eval_step.lower(tiny.lay(tiny.weights(config), config, mesh), {}, tiny.put(whole(), mesh), config=config)
-        nll, num_targets = evaluate.compile(compiler_options=tiny.QUICK_TO_COMPILE)(
-            tiny.lay(tiny.weights(config), config, mesh), {}, tiny.put(whole(), mesh)
-        )
-    program = make_program(config, losses, STILL, train, windows=True)
-    with jax.set_mesh(mesh):
+        params = tiny.lay(tiny.weights(config), config, mesh)
+        arguments = params, {}, tiny.put(whole(), mesh)
+        evaluate = eval_step.lower(*arguments, config=config).compile(compiler_options=tiny.QUICK_TO_COMPILE)
+        nll, num_targets = evaluate(*arguments)
         past = past_shapes(config, DATA, train)
         state = init_state(config, program.optimizer, mesh, 0, past)
         assert state.past.layers["unit"] and state.past.layers["tail"]  # stacked layers and others
-        state = dataclasses.replace(state, params=tiny.lay(tiny.weights(config), config, mesh))
+        state = dataclasses.replace(state, params=params)
         places = jax.tree.map(lambda array: array.sharding, state)
         step = jax.jit(program.step, out_shardings=(places, None), compiler_options=tiny.QUICK_TO_COMPILE)
         nats = targets = 0.0
