@@ -31,12 +31,16 @@ class Past:
 
 def before(past: Past, batch, *, num_keys: int) -> Before:
     """Which rows of a batch go on, and the borders of the past's keys and the rows' tokens together."""
-    segments, first_B = batch.segments, batch.positions_BL[:, 0]
-    if segments.ancestor_BUU is not None:
+    if batch.segments.ancestor_BUU is not None:
         raise UnsupportedError("a past goes on in plain documents, not in segments with parents; build the batch without parents.")
-    goes_on_B = (first_B > 0) & (first_B == past.next_B) & (past.held_B > 0) & (segments.ids_BL[:, 0] >= 0)
+    goes_on_B = goes_on(past, batch.positions_BL[:, 0])
     held_B = jnp.where(goes_on_B, past.held_B, 0)
-    return Before(goes_on_B=goes_on_B, held_B=held_B, segments=_joined(segments, held_B, num_keys))
+    return Before(goes_on_B=goes_on_B, held_B=held_B, segments=_joined(batch.segments, held_B, num_keys))
+
+
+def goes_on(past: Past, first_B):
+    """bool: is a row's first token, at this place in its document, the one that comes next?"""
+    return (first_B > 0) & (first_B == past.next_B) & (past.held_B > 0)
 
 
 def left(batch, layers: dict, before: Before | None) -> Past:

@@ -12,7 +12,7 @@ from moejax.config.training import LossConfig
 from moejax.losses import router_bias
 from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
-from moejax.model.past import Past
+from moejax.model.past import Past, goes_on
 from moejax.model.transformer import Below
 from moejax.optim.clip import clip_by_global_norm
 from moejax.train.control import control_metrics, told, update
@@ -158,6 +158,10 @@ def train_step(
         jax.tree.map(lambda left: jnp.where(finite, left, 0), report.past) if state.past else {},
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new))
+    if state.past:
+        first_B = batches.positions_BL[0, :, 0]
+        going_on_B = goes_on(state.past, first_B)
+        out.scalars["rows_going_on"], out.scalars["rows_cut_off"] = jnp.sum(going_on_B), jnp.sum((first_B > 0) & ~going_on_B)
     if switches.debug:
         flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
         out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))

@@ -52,16 +52,20 @@ def test_steps_over_windows_see_the_loss_of_the_whole_and_forget_after_a_step_th
         state = dataclasses.replace(state, params=params)
         places = jax.tree.map(lambda array: array.sharding, state)
         step = jax.jit(program.step, out_shardings=(places, None), compiler_options=tiny.QUICK_TO_COMPILE)
-        nats = targets = 0.0
+        nats, targets, going_on = 0.0, 0.0, []
         for batch in windows(whole()):
             state, out = step(state, tiny.put(batch, mesh))
+            going_on.append((int(out.scalars["rows_going_on"]), int(out.scalars["rows_cut_off"])))
             nats, targets = nats + out.scalars["loss_nats"] * out.scalars["targets"], targets + out.scalars["targets"]
-        assert targets == num_targets
+        assert targets == num_targets and going_on == [(0, 0), (4, 0), (4, 0)]
         np.testing.assert_allclose(nats, nll, rtol=2e-6)  # float32, sums in another order
         assert np.asarray(state.past.held_B).tolist() == [24, 11, 0, 21] and np.asarray(state.past.next_B).tolist() == [24, 11, 0, 21]
         assert state.past.held_B.sharding.spec[0] == ("data", "fsdp", "expert")
         broken = dataclasses.replace(state, params=jax.tree.map(lambda weight: weight * jnp.nan, state.params))
         forgot, out = step(broken, tiny.put(next(windows(whole())), mesh))
-    assert out.scalars["skipped_steps"] == 1
+        assert out.scalars["skipped_steps"] == 1
+        _, second, _ = windows(whole())
+        _, out = step(dataclasses.replace(forgot, params=params), tiny.put(second, mesh))
+        assert (out.scalars["rows_going_on"], out.scalars["rows_cut_off"]) == (0, 4)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(forgot.past))
     assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.past.layers))

@@ -10,10 +10,13 @@ import pytest
 import tiny
 from moejax_kernels.implementation import UnsupportedError
 
+from moejax.config.training import LossConfig
 from moejax.data.batch import Batch
 from moejax.model import language_model
 from moejax.model.context import Switches
+from moejax.model.transformer import Below
 from moejax.parallel.mesh import mesh_from
+from moejax.train.step import gradients
 
 LENGTH, WINDOW = 18, 6
 IDS_BL = np.array([[0] * 18, [0] * 8 + [1] * 10, [0] * 3 + [1] * 3 + [2] * 9 + [-1] * 3])
@@ -144,6 +147,27 @@ def test_a_row_that_begins_anew_sees_exactly_nothing_of_the_past(mixers):
     for out, grad in zip(outs[1:], grads[1:], strict=True):
         np.testing.assert_array_equal(out[1:], outs[0][1:])
         jax.tree.map(np.testing.assert_array_equal, grad, grads[0])
+
+
+def test_what_a_past_does_not_go_with_is_named():
+    config, num_keys = tiny.model("gqa", **DENSE), 4
+    params, batch = language_model.shapes(config), Batch.build(np.ones((1, 6), int), np.zeros((1, 6), int))
+    tree = Batch.build(np.ones((1, 6), int), np.array([[0, 0, 1, 1, 2, 2]]), parent=[{1: 0, 2: 0}])
+    run = lambda batch, past, switches, **other: jax.eval_shape(
+        lambda params: language_model.forward(config, params, batch, switches, past=past, **other).past, params
+    )
+    with jax.set_mesh(mesh_from()):
+        left = run(batch, None, Switches(past_keys=num_keys))
+        past = jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), left)
+        with pytest.raises(UnsupportedError, match="plain documents, not in segments with parents"):
+            run(tree, past, Switches(past_keys=num_keys))
+        with pytest.raises(ValueError, match=r"a past needs switches\.past_keys, .* \(it is None\)"):
+            run(batch, past, Switches())
+        with pytest.raises(ValueError, match=r"below is given"):
+            run(batch, past, Switches(past_keys=num_keys), below=Below({}, 1))
+        batches = jax.tree.map(lambda array: np.stack([array] * 2), batch)
+        with pytest.raises(ValueError, match="not of 2 microbatches; 1 fits"):
+            gradients(config, LossConfig(), params, batches, Switches(past_keys=num_keys), past=past)
 
 
 def test_pooled_index_keys_leave_no_past():
