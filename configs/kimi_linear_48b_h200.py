@@ -7,8 +7,8 @@ the model by which the memory switches are compared (experiments/memory_switches
 """
 
 from moejax.config.data import DataConfig
-from moejax.config.mesh import MeshConfig
 from moejax.config.memory import MemoryConfig
+from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import KDAConfig, MLAConfig, RopeConfig
 from moejax.config.model import ModelConfig
 from moejax.config.moe import MoEConfig, RouterConfig

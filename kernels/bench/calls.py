@@ -100,7 +100,7 @@ def _delta(op, case, dtype) -> Call:
 
 def _attention(case, dtype) -> Call:
     q, k, v, sinks, do = case.arrays(dtype, seed=0)
-    inputs = {"q_BLHC": q, "k_BLGC": k, "v_BLGM": v} | ({} if sinks is None else {"sinks_H": sinks})
+    inputs = {"q_BLHC": q, "k_BSGC": k, "v_BSGM": v} | ({} if sinks is None else {"sinks_H": sinks})
     scale = case.key_dim**-0.5
     run = functools.partial(_run, attention, scale=scale, segments=case.segments(), window=case.window)
     per_channel = 2 * _pairs(case, case.window) * case.heads

@@ -45,6 +45,17 @@ def test_without_segments_and_with_heads_split_among_programs(window, monkeypatc
     assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    ("documents", "window", "num_before"), [((70, 3), None, 33), ((1, 40, -3, 40), None, 64), ((90,), 37, 41), (None, None, 50)]
+)
+def test_keys_may_begin_before_the_queries(documents, window, num_before):
+    case = cases.AttentionCase("before", 2, documents or (90,), 2, 1, 64, 96, window=window, has_sinks=window is not None)
+    q, k, v, sinks, cotangent = case.arrays(jnp.float32, seed=5)
+    arrays, segments = (q[:, num_before:], k, v, sinks, cotangent[:, num_before:]), case.segments() if documents else None
+    got, want = (run(*arrays, segments, window=window, implementation=name) for name in ("triton_gpu", "reference"))
+    assert_close(got, want)
+
+
 def test_large_scores_neither_overflow_nor_vanish():
     q, k, v, sinks, cotangent = cases.AttentionCase("large", 1, (40,), 1, 1, 64, 64).arrays(jnp.float32, seed=2)
     got, want = (run(100 * q, k, v, sinks, cotangent, None, window=None, implementation=name) for name in ("triton_gpu", "reference"))

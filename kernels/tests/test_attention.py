@@ -115,6 +115,23 @@ def test_packed_documents_equal_documents_alone(implementation):
 
 
 @BOTH
+@pytest.mark.parametrize("num_before", [1, 19, 37])
+@pytest.mark.parametrize("case", cases.SMALL[1:3], ids=str)
+def test_keys_may_begin_before_the_queries(case, num_before, implementation):
+    """Queries are the last positions of a row: values and gradients are those of the whole row, where nobody asks for the first ones."""
+    with jax.enable_x64(True):
+        q, k, v, sinks, cotangent = case.arrays("float64", seed=8)
+        asked = cotangent.at[:, :num_before].set(0)
+        want_o, want = run(case, "reference", (q, k, v, sinks, asked), case.segments())
+        arrays = q[:, num_before:], k, v, sinks, cotangent[:, num_before:]
+        got_o, got = run(case, implementation, arrays, case.segments())
+        pairs = (got_o, want_o[:, num_before:]), (got[0], want[0][:, num_before:]), *zip(got[1:], want[1:], strict=True)
+        for ours, theirs in pairs:
+            if theirs is not None:
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE["float64"] * max(1.0, np.abs(theirs).max()))
+
+
+@BOTH
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_tree_equals_its_documents_written_out(implementation, window):
     """Prefix 0 of 11 tokens; 1 (9 tokens) and 2 (7) continue it, 3 (6) continues 1. A window counts along the document."""
@@ -156,8 +173,10 @@ def test_bad_inputs_say_what_would_work():
     q, k = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 3, 8))
     with pytest.raises(ValueError, match=r"H=4 query heads must be a multiple of G=3"):
         attention(q, k, k, scale=1.0)
-    with pytest.raises(ValueError, match=r"k_BLGC is \(2, 6, 2, 8\), so L=6, but q_BLHC \(2, 5, 4, 8\) has L=5"):
-        attention(q, jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), scale=1.0)
+    with pytest.raises(ValueError, match="S=4 keys for L=5 queries"):
+        attention(q, jnp.zeros((2, 4, 2, 8)), jnp.zeros((2, 4, 2, 8)), scale=1.0)
+    with pytest.raises(ValueError, match=r"v_BSGM is \(2, 6, 2, 8\), so S=6, but k_BSGC \(2, 5, 2, 8\) has S=5"):
+        attention(q, jnp.zeros((2, 5, 2, 8)), jnp.zeros((2, 6, 2, 8)), scale=1.0)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         attention(q, q, q, scale=1.0, window=0)
     with pytest.raises(ValueError, match="Build them from ids of that shape"):

@@ -63,6 +63,9 @@ class DataConfig:
     """Shared prefixes: tokens that documents must have in common, counted anew at each branching."""
     row_segments: int = 32
     """Shared prefixes: branches, stems and whole documents of a row, its padding counted as one; some work of every layer grows with it."""
+    windows: bool = False
+    """Train a document longer than seq_len in windows, in one row of consecutive batches, which start from what the window before left
+    (train.carry_keys); otherwise its pieces know nothing of each other. Held-out documents are cut into pieces either way."""
 
     def __post_init__(self):
         require(bool(self.sources), "data.sources is empty; give at least one source.")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.config.data import DataConfig
-from moejax.config.errors import ConfigError, regular_expression, require
+from moejax.config.errors import ConfigError, refuse_unused, regular_expression, require
 from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
@@ -87,20 +87,28 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_moe(model, mesh, tokens_per_device=rows // shards * data.seq_len)
     _check_losses(model, config.losses)
     _check_indexer(config)
+    _check_prefixes(config)
+    _check_windows(config)
+    return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
+
+
+def _check_prefixes(config: RunConfig) -> None:
+    if not config.data.share_prefixes:
+        return
+    pool = config.model.indexer.pool
     require(
-        not data.share_prefixes or model.indexer.pool == 1,
-        f"data.share_prefixes is not built for pooled index keys (model.indexer.pool={model.indexer.pool}); 1 fits, or no shared prefixes.",
+        pool == 1,
+        f"data.share_prefixes is not built for pooled index keys (model.indexer.pool={pool}); 1 fits, or no shared prefixes.",
     )
     require(
-        not data.share_prefixes or config.losses.average == "tokens",
+        config.losses.average == "tokens",
         "losses.average='sequences' weighs each document on its own, and a shared prefix belongs to several: with data.share_prefixes "
         "only 'tokens' fits.",
     )
     require(
-        not (data.share_prefixes and config.train.rebuild_metadata),
+        not config.train.rebuild_metadata,
         "train.rebuild_metadata builds borders from ids, which do not tell the trees of data.share_prefixes; leave one of them out.",
     )
-    return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 
 def _check_shards(model: ModelConfig, mesh: MeshConfig) -> None:
@@ -179,6 +187,30 @@ def _check_indexer(config: RunConfig) -> None:
             f"losses.index={losses.index!r} with losses.index_coef={losses.index_coef}, but {moved[0]} is not frozen: only its own loss "
             f"teaches an indexer, without it weight decay alone would move it; {loss} freeze it, e.g. with train.train_only='^(?!.*indexer)'."
         )
+
+
+def _check_windows(config: RunConfig) -> None:
+    """What a window leaves for the next one must have a layer that takes it."""
+    train, mixers = config.train, {kind.mixer for kind in config.model.layers()}
+    if not config.data.windows:
+        refuse_unused("train", train, "carry_keys", unless=False, why="data.windows is False")
+        return
+    require(train.accumulation == 1, f"data.windows goes on from batch to batch, train.accumulation={train.accumulation}; 1 fits.")
+    require(not config.data.share_prefixes, "data.windows and data.share_prefixes pack rows each in its own way; leave one of them out.")
+    require(
+        not train.rebuild_metadata,
+        "train.rebuild_metadata builds positions from ids, which do not tell where a window begins; leave it out with data.windows.",
+    )
+    require(
+        config.losses.average == "tokens",
+        "losses.average='sequences' needs each document as a whole; with data.windows only 'tokens' fits.",
+    )
+    pool = config.model.indexer.pool
+    require(pool == 1, f"data.windows is not built for pooled index keys (model.indexer.pool={pool}); 1 fits.")
+    require(
+        not train.carry_keys or bool(mixers - {"kda", "gdn"}),
+        f"train.carry_keys={train.carry_keys}, but no layer of the model has keys to carry ({sorted(mixers)}); 0 fits.",
+    )
 
 
 def indexer_paths(model: ModelConfig) -> list[str]:

@@ -133,6 +133,9 @@ class TrainConfig:
     """Microbatches per step; divides data.batch_size."""
     rebuild_metadata: bool = False
     """Every layer builds its documents' borders and positions anew, in place of once per batch: to measure what that would cost."""
+    carry_keys: int = 0
+    """With data.windows: keys and values (MLA: latents) of each attention layer that a window hands to the next one, beside the states of
+    linear attention, which always go on. Exact where it covers a layer's window, or the document."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     eval_every: int = 0
@@ -154,6 +157,7 @@ class TrainConfig:
             self,
             steps=">= 1",
             accumulation=">= 1",
+            carry_keys=">= 0",
             eval_every=">= 0 (0: at the end only)",
             eval_batches=">= 1",
             log_every=">= 1",

@@ -6,6 +6,9 @@ import jax
 import numpy as np
 from moejax_kernels.segments import Array, Segments
 
+NOTHING = int(np.iinfo(np.int32).min)
+"""In place of a token: there is none. Other negative numbers are complements of tokens."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,16 +18,16 @@ class Batch:
     tokens_BL: Array
     """int32; 0 on padding."""
     targets_BL: Array
-    """int32: the token after this one in its document; 0 where there is none."""
+    """int32: the token after this one in its document, if it is in this row or opens the next window; else 0."""
     weights_BL: Array
-    """float32: 1 where the document has a token after this one that is to be learned, else 0; of a prefix that documents share: their number."""
+    """float32: 1 where there is a target that is to be learned, else 0; of a prefix that documents share: their number."""
     positions_BL: Array
-    """int32: place in the document (a piece of a cut document starts anew); 0 on padding."""
+    """int32: place in the document (a piece of a cut document starts anew, a window goes on); 0 on padding."""
     segments: Segments
     """Borders of the packed documents."""
 
     @classmethod
-    def build(cls, tokens_BL, segment_ids_BL, parent=None, *, num_segments: int | None = None) -> "Batch":
+    def build(cls, tokens_BL, segment_ids_BL, parent=None, *, num_segments: int | None = None, start_B=None, next_B=None) -> "Batch":
         """Reads targets, weights, positions and borders off the ids, with numpy.
 
         Args:
@@ -33,6 +36,8 @@ class Batch:
           parent: None, or one dict per row: segment id -> id of the earlier segment that it continues. A token has one target, so all
             segments that continue one must begin with the same token: the last one that their documents share.
           num_segments: see `Segments.build`.
+          start_B: windows alone: place in its document of each row's first token.
+          next_B: windows alone: the token that comes after each row's last one in its document (not learned: its complement); NOTHING: none does.
 
         Raises:
           ValueError: shapes differ, tokens are no integers, the ids are not what `Segments.build` takes, or segments that continue the
@@ -48,9 +53,16 @@ class Batch:
         ids_BL = segments.ids_BL
         tokens_BL = np.where(ids_BL >= 0, tokens_BL, 0).astype(np.int32)
         targets_BL, followed_BL = _followers(tokens_BL, segments)
+        if next_B is not None:
+            next_B = np.asarray(next_B)
+            goes_on_B = (next_B != NOTHING) & (ids_BL[:, -1] >= 0)
+            targets_BL[:, -1], followed_BL[:, -1] = np.where(goes_on_B, next_B, 0), goes_on_B
         weights_BL = np.where(followed_BL & (targets_BL >= 0), segments.multiplicity(), 0).astype(np.float32)
         tokens_BL, targets_BL = (np.where(each_BL < 0, ~each_BL, each_BL) for each_BL in (tokens_BL, targets_BL))
-        positions_BL = np.where(ids_BL >= 0, segments.positions(), 0).astype(np.int32)
+        positions_BL = segments.positions()
+        if start_B is not None:
+            positions_BL = positions_BL + np.where(segments.starts_BL == 0, np.asarray(start_B)[:, None], 0)
+        positions_BL = np.where(ids_BL >= 0, positions_BL, 0).astype(np.int32)
         return cls(tokens_BL, targets_BL, weights_BL, positions_BL, segments)
 
 

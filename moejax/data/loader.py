@@ -10,8 +10,8 @@ from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
 from moejax.data.mixture import SplitName, epoch_length, open_splits, require_targets, token_stream
 from moejax.data.packing import Packer, StateMismatchError, fill, fill_trees
-from moejax.data.prefixes import Sharing
 from moejax.data.tokenizers import load_tokenizer
+from moejax.data.windows import Lanes
 
 STREAM_FIELDS = ("seq_len", "batch_size", "pack_rows", "shuffle_seed", "shuffle_block", "heldout_percent")
 """Of the config: what changes the stream by its value alone."""
@@ -44,6 +44,7 @@ class Loader:
             raise ConfigError(f"data.batch_size={config.batch_size} must be a multiple of the {process_count} processes.")
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index={process_index} must lie between 0 and process_count - 1 = {process_count - 1}.")
+        windows = config.windows and split == "train"
         self.tokenizer = load_tokenizer(config.tokenizer)
         both = open_splits(config)
         require_targets(config, both, self.tokenizer)
@@ -56,22 +57,21 @@ class Loader:
             "tokenizer": self.tokenizer.identity,
             "prefixes": [config.min_shared, config.row_segments] if config.share_prefixes else None,
             **{key: getattr(config, key) for key in STREAM_FIELDS},
+            **({"windows": True} if windows else {}),
         }
         """What makes the stream this one: equal on all processes, or they read different data. Part of the state."""
         self.skipped = tuple(name for documents in splits for name in documents.source.skipped)
         """Names of files left out because they cannot be read as UTF-8 text."""
-        packer = Packer(
-            token_stream(config, splits, split, self.tokenizer),
-            seq_len=config.seq_len,
-            pack_rows=config.pack_rows,
-            num_reading=config.batch_size,
-            epoch=epoch_length(config, splits),
-            sharing=Sharing(min_shared=config.min_shared, row_segments=config.row_segments) if config.share_prefixes else None,
-        )
+        stream = token_stream(config, splits, split, self.tokenizer)
+        sizes = {"seq_len": config.seq_len, "pack_rows": config.pack_rows, "epoch": epoch_length(config, splits)}
+        sharing = Sharing(min_shared=config.min_shared, row_segments=config.row_segments) if config.share_prefixes else None
         num_rows = config.batch_size // process_count
-        self._batches = _Prefetch(
-            _Batches(packer, config, slice(process_index * num_rows, (process_index + 1) * num_rows)), _PREFETCHED_BATCHES
-        )
+        rows = slice(process_index * num_rows, (process_index + 1) * num_rows)
+        if windows:
+            batches = _Windows(Lanes(stream, num_lanes=config.batch_size, **sizes), config, rows)
+        else:
+            batches = _Batches(Packer(stream, num_reading=config.batch_size, sharing=sharing, **sizes), config, rows)
+        self._batches = _Prefetch(batches, _PREFETCHED_BATCHES)
 
     def __iter__(self) -> "Loader":
         return self
@@ -91,7 +91,8 @@ class Loader:
           StateMismatchError: the state belongs to another stream, or a document has become shorter since.
         """
         saved = state["identity"]
-        different = [f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in self.identity.items() if saved.get(key) != value]
+        now = dict.fromkeys(saved) | self.identity
+        different = [f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in now.items() if saved.get(key) != value]
         if different:
             raise StateMismatchError(
                 f"the data's position belongs to another stream; {'; '.join(different)}. Set back what differs, or start anew."
@@ -114,7 +115,7 @@ class _Prefetch(ThreadPrefetchDatasetIterator):
 class _Batches:
     """Iterator of this process's rows, as grain's prefetching thread takes it."""
 
-    def __init__(self, packer: Packer, config: DataConfig, rows: slice):
+    def __init__(self, packer: Packer | Lanes, config: DataConfig, rows: slice):
         self._packer, self._config, self._rows = packer, config, rows
 
     def __iter__(self) -> "_Batches":
@@ -135,3 +136,12 @@ class _Batches:
 
     def set_state(self, state: dict) -> None:
         self._packer.restore(state)
+
+
+class _Windows(_Batches):
+    """The same for lanes, whose documents go on from batch to batch."""
+
+    def __next__(self) -> Batch:
+        rows = next(self._packer)[self._rows]
+        tokens_BL, ids_BL = fill([row.pieces for row in rows], self._config.seq_len)
+        return Batch.build(tokens_BL, ids_BL, start_B=[row.start for row in rows], next_B=[row.following for row in rows])

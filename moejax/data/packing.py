@@ -98,7 +98,7 @@ class Packer:
         self._reading = collections.deque((document, taken) for document, taken in state["reading"])
         self._tokens = {}
         for document, taken in self._reading:
-            self._check(document, self._read(document), taken)
+            require_length(document, self._read(document), taken)
         self._open = [self._row_again([tuple(place) for place in places]) for places in state["open"]]
 
     def _next_place(self) -> tuple[int, int, int] | None:
@@ -115,10 +115,7 @@ class Packer:
                 return document, start, stop
             num_empty += 1
             if num_empty >= self._epoch:
-                raise DataError(
-                    f"{num_empty} documents one after the other, an epoch of data.sources, have no token. There was text when they were "
-                    "opened: their files have changed."
-                )
+                raise no_token_error(num_empty)
             self._turn(document, stop)
 
     def _turn(self, document: int, stop: int) -> None:
@@ -183,16 +180,25 @@ class Packer:
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]
-        self._check(document, tokens_T, stop)
+        require_length(document, tokens_T, stop)
         return tokens_T[start:stop].copy()
 
-    @staticmethod
-    def _check(document: int, tokens_T: np.ndarray, taken: int) -> None:
-        if tokens_T.size < taken:
-            raise StateMismatchError(
-                f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
-                "saved: its file has changed. Put back the data as it was, or start anew."
-            )
+
+def require_length(document: int, tokens_T: np.ndarray, taken: int) -> None:
+    """Raises StateMismatchError if a document is shorter than a saved position says."""
+    if tokens_T.size < taken:
+        raise StateMismatchError(
+            f"document {document} of the stream has {tokens_T.size} tokens, and had {taken} or more when the state was "
+            "saved: its file has changed. Put back the data as it was, or start anew."
+        )
+
+
+def no_token_error(num_empty: int) -> DataError:
+    """What to raise after an epoch of documents without a token."""
+    return DataError(
+        f"{num_empty} documents one after the other, an epoch of data.sources, have no token. There was text when they were "
+        "opened: their files have changed."
+    )
 
 
 def fill(rows: Sequence[Sequence[np.ndarray]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

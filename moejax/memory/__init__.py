@@ -1,1 +1,1 @@
-"""What waits for the backward pass, and where."""
+"""What is kept, where, and for how long."""

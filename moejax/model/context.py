@@ -30,6 +30,20 @@ class Switches:
     """Whether each sublayer's output is finite."""
     rebuild: bool = False
     """Every layer builds its documents' borders and positions anew (to measure what building them once saves)."""
+    past_keys: int | None = None
+    """Keys and values, beside states, that the rows leave for a later batch (moejax.model.past); None: nothing is left."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Before:
+    """How the rows of a batch hang together with a past."""
+
+    goes_on_B: Any
+    """bool: the row's first token comes next in the past's document."""
+    held_B: Any
+    """int32: tokens before the row that the past knows of; 0 in a row that begins anew."""
+    segments: Segments
+    """Of the past's keys and the rows' tokens: positions [B, N + L]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,15 @@ class Context:
     """What a layer is told besides its batch, a dict (whole forward pass: a tree of them by section and place, or None for nothing):
     `global_load_E`, routed rows per expert over the whole global batch, where this batch is a part of it; `capacity_factor` and `tables`
     for `expert_parallel`; `topology_factor`, a factor on the router's topology bias."""
+    before: Before | None = None
+    """None: rows begin anew."""
+    past: Any = None
+    """Arrays that this layer starts from, a dict (whole forward pass: a tree of them by section and place); None where rows begin anew."""
+
+    @property
+    def key_segments(self) -> Segments:
+        """Borders of the keys that the rows' queries may see, the past's among them."""
+        return self.segments if self.before is None else self.before.segments
 
 
 def rebuilt(context: Context, state: dict) -> tuple[Context, dict]:

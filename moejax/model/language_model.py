@@ -12,8 +12,11 @@ from moejax_kernels.logits.xla import logits as product
 
 from moejax.config.model import ModelConfig
 from moejax.losses.cross_entropy import CrossEntropy, cross_entropy
+from moejax.memory.cached import cached
+from moejax.model import past as pasts
 from moejax.model.context import Context, Switches
-from moejax.model.transformer import Transformer
+from moejax.model.past import Past
+from moejax.model.transformer import Below, Transformer, stages
 from moejax.parallel.axes import ROWS, RULES, TOKENS, sharding, spec
 
 
@@ -27,6 +30,8 @@ class Output:
     """Output projection in the master dtype; logits are hidden times this."""
     aux: dict
     """Reports of the layers, a tree by section and place; `unit` entries are stacked along the depth."""
+    past: Past | None = None
+    """What the rows leave for a later batch, if switches.past_keys asks for it."""
     logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
     """Soft cap of the logits; 0: none."""
 
@@ -60,7 +65,16 @@ def init(config: ModelConfig, mesh: Mesh, seed: int) -> dict:
     return jax.jit(make, out_shardings=shardings(config, mesh), compiler_options=options)(jax.random.key(seed))
 
 
-def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switches(), *, control: dict | None = None) -> Output:
+def forward(
+    config: ModelConfig,
+    params: dict,
+    batch,
+    switches: Switches = Switches(),
+    *,
+    control: dict | None = None,
+    past: Past | None = None,
+    below: Below | None = None,
+) -> Output:
     """Hidden states of a batch. Call inside jit, with the mesh set by jax.set_mesh.
 
     Args:
@@ -68,14 +82,61 @@ def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switc
       batch: has tokens_BL, positions_BL and segments.
       switches: what else to compute.
       control: what layers are told besides the batch, keyed like the aux tree (see Context).
+      past: what an earlier batch left, of switches.past_keys keys; None: every row begins anew.
+      below: what the first stages make of this very batch with these very weights (`lower`); it is taken as it is, and their layers
+        report nothing. Gradients are as if it had been computed here: backward runs these stages anew if someone asks for theirs.
     """
+    if past is not None and (switches.past_keys is None or below is not None):
+        raise ValueError(
+            f"forward: a past needs switches.past_keys, the number of its keys (it is {switches.past_keys}), and what the first stages make "
+            f"of a batch (below is {'given' if below is not None else 'None'}) is that of rows that begin anew. Give one of the two."
+        )
+    model = _model(config, params)
+    before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys)
+    context = Context(
+        segments=batch.segments,
+        positions_BL=batch.positions_BL,
+        switches=switches,
+        control=control,
+        before=before,
+        past=past and past.layers,
+    )
+    if below is not None:
+        rebuild = functools.partial(lower, config, batch=batch, num_stages=below.num_stages, switches=switches, control=control)
+        below = below._replace(carry=cached(lambda params: rebuild(params))(below.carry, (params,)))
+    hidden_BLD, aux = model(batch.tokens_BL, context, below)
+    aux, layers = pasts.split(aux)
+    left = None if switches.past_keys is None else pasts.left(batch, layers, before)
+    return Output(hidden_BLD, model.unembed_DV(), aux, left, config.logit_cap)
+
+
+def lower(
+    config: ModelConfig, params: dict, batch, *, num_stages: int, switches: Switches = Switches(), control: dict | None = None
+) -> dict:
+    """What flows out of the first stages of the model, rows that begin anew: the carry of a Below."""
+    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
+    model = _model(config, params)
+    return model.advance(model.begin(batch.tokens_BL), context, stages(config)[:num_stages])[0]
+
+
+def num_frozen(config: ModelConfig, trainable: dict) -> int:
+    """Stages of the model below the first weight that learns; 0 if the embedding does.
+
+    Args:
+      trainable: bools keyed like the weights.
+    """
+    if any(jax.tree.leaves(trainable["embed"])):
+        return 0
+    of = lambda section, place: trainable[section][place] if place else trainable[section]
+    learns = [any(jax.tree.leaves(of(*stage))) for stage in stages(config)]
+    return learns.index(True) if True in learns else len(learns)
+
+
+def _model(config: ModelConfig, params: dict) -> Transformer:
     graph, abstract = _abstract(config)
     state = jax.tree.map(lambda leaf: leaf, abstract)
     nnx.replace_by_pure_dict(state, params)
-    model = nnx.merge(graph, state)
-    context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
-    hidden_BLD, aux = model(batch.tokens_BL, context)
-    return Output(hidden_BLD, model.unembed_DV(), aux, config.logit_cap)
+    return nnx.merge(graph, state)
 
 
 def cross_entropy_sums(

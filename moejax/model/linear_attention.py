@@ -7,6 +7,7 @@ from moejax_kernels import causal_conv, gated_delta, kda
 
 from moejax.config.model import ModelConfig
 from moejax.memory.names import named
+from moejax.model import past
 from moejax.model.context import Context
 from moejax.model.norms import l2_norm, rms_norm
 from moejax.model.weights import Maker
@@ -26,10 +27,23 @@ def decay_bias(make: Maker, axes, *shape):
     return make.uniform(inverse_softplus, jnp.log(1e-3), jnp.log(1e-1), axes, *shape)
 
 
-def short_conv(x_BLX, weight_X4, context: Context):
-    """Causal depthwise convolution and SiLU, inside documents."""
-    run = lambda x, segments, weight: causal_conv(x, weight, segments=segments)[0]
-    return named(per_rows(run, x_BLX, context.segments, whole=(weight_X4,)), "conv")
+def short_conv(x_BLX, weight_X4, context: Context, name: str):
+    """Causal depthwise convolution and SiLU, inside documents; and what is left of it, under `name`."""
+    run = lambda x, segments, history, weight: causal_conv(x, weight, segments=segments, history_B3D=history)
+    y_BLX, history = _with_state(run, x_BLX, context=context, name=name, whole=(weight_X4,))
+    return named(y_BLX, "conv"), history
+
+
+def _with_state(op, *arrays, context: Context, name: str, whole=()):
+    """An op's output, and {name: its final state} if rows leave a past; it begins from the past's state of that name.
+
+    Args:
+      op: function of the arrays, segments, the state to begin from (None: zeros) and `whole` to output and final state.
+    """
+    if context.switches.past_keys is None:
+        return per_rows(lambda *args: op(*args)[0], *arrays, context.segments, None, whole=whole), {}
+    out, state = per_rows(op, *arrays, context.segments, past.start(context, name), whole=whole)
+    return out, {name: state}
 
 
 def gated_norm(o_BLHM, gate_BLHM, scale_M, *, activation, eps: float):
@@ -69,11 +83,12 @@ class KimiDeltaAttention(nnx.Module):
         self.out_HMD = make.linear(("heads", None, "embed"), heads, values, width, fan_in=heads * values)
 
     def __call__(self, x_BLD, context: Context, ids_BLK):
-        q_BLGC, k_BLGC, v_BLHM = self._convolved(x_BLD, context)
+        q_BLGC, k_BLGC, v_BLHM, kept = self._convolved(x_BLD, context)
         beta_BLH = jax.nn.sigmoid(float_inside(named(project("bld,dh->blh", x_BLD, self.beta_DH[...]), "decay")))
         bound = self.config.lower_bound if self.config.decay == "bounded" else None
-        run = lambda q, k, v, g, beta, segments: kda(q, k, v, g, beta, segments=segments, min_log_decay=bound)[0]
-        o_BLHM = per_rows(run, l2_norm(q_BLGC), l2_norm(k_BLGC), v_BLHM, self._log_decay(x_BLD), beta_BLH, context.segments)
+        run = lambda *arrays: kda(*arrays[:5], segments=arrays[5], initial_state_BHCM=arrays[6], min_log_decay=bound)
+        inputs = l2_norm(q_BLGC), l2_norm(k_BLGC), v_BLHM, self._log_decay(x_BLD), beta_BLH
+        o_BLHM, state = _with_state(run, *inputs, context=context, name="state_BHCM")
         if self.config.full_rank_gate:
             gate_BLHM = project("bld,dhm->blhm", x_BLD, self.gate_DHM[...])
         else:
@@ -81,19 +96,21 @@ class KimiDeltaAttention(nnx.Module):
             gate_BLHM = project("blr,rhm->blhm", low_BLR, self.gate_up_RHM[...])
         gate_BLHM = named(gate_BLHM, "output_gate")
         o_BLHM = gated_norm(o_BLHM, gate_BLHM, self.out_norm_scale_M[...], activation=jax.nn.sigmoid, eps=self.eps)
-        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
+        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, past.report(kept | state)
 
     def _convolved(self, x_BLD, context):
-        """q, k and v, each behind its own short convolution: joining them for one would copy all three twice."""
+        """q, k and v, each behind its own short convolution (joining them for one would copy all three twice), and what these leave."""
+        kept = {}
 
         def of(name, weight_DHC, taps_X4):
-            heads_BLHC = named(project("bld,dhc->blhc", x_BLD, weight_DHC), name)
+            heads_BLHC = named(project("bld,dhc->blhc", x_BLD, weight_DHC), "query" if name == "q_B3X" else "key_value")
             flat_BLX = heads_BLHC.reshape(*heads_BLHC.shape[:2], -1)
-            return short_conv(flat_BLX, taps_X4, context).reshape(heads_BLHC.shape)
+            flat_BLX, history = short_conv(flat_BLX, taps_X4, context, name)
+            kept.update(history)
+            return flat_BLX.reshape(heads_BLHC.shape)
 
-        of_query, of_key, of_value = (self.q_DGC, self.q_conv_X4), (self.k_DGC, self.k_conv_X4), (self.v_DHM, self.v_conv_X4)
-        named_pairs = (("query", of_query), ("key_value", of_key), ("key_value", of_value))
-        return [of(name, weight[...], taps[...]) for name, (weight, taps) in named_pairs]
+        names = ("q_B3X", self.q_DGC, self.q_conv_X4), ("k_B3X", self.k_DGC, self.k_conv_X4), ("v_B3X", self.v_DHM, self.v_conv_X4)
+        return *(of(name, weight[...], taps[...]) for name, weight, taps in names), kept
 
     def _log_decay(self, x_BLD):
         low_BLR = named(project("bld,dr->blr", x_BLD, self.decay_down_DR[...]), "decay")
@@ -136,14 +153,15 @@ class GatedDeltaNet(nnx.Module):
         q, k, v, z = jnp.split(qkvz_BLGX, [key, 2 * key, 2 * key + value], -1)
         b, a = (part.reshape(rows, length, -1) for part in jnp.split(ba_BLGX, 2, -1))
         flat_BLX = jnp.concatenate([part.reshape(rows, length, -1) for part in (q, k, v)], -1)
-        flat_BLX = short_conv(flat_BLX, self.conv_X4[...], context)
+        flat_BLX, history = short_conv(flat_BLX, self.conv_X4[...], context, "qkv_B3X")
         q, k, v = jnp.split(flat_BLX, [groups * key, 2 * groups * key], -1)
         heads = lambda part, channels: part.reshape(rows, length, -1, channels)
         beta_BLH = jax.nn.sigmoid(float_inside(b))
         wide_BLH = float_inside(a)
         rate_H = jnp.exp(self.A_log_H[...].astype(wide_BLH.dtype))
         g_BLH = -rate_H * jax.nn.softplus(wide_BLH + self.dt_bias_H[...].astype(wide_BLH.dtype))
-        run = lambda q, k, v, g, beta, segments: gated_delta(q, k, v, g, beta, segments=segments)[0]
-        o_BLHM = per_rows(run, l2_norm(heads(q, key)), l2_norm(heads(k, key)), heads(v, gdn.value_dim), g_BLH, beta_BLH, context.segments)
+        run = lambda *arrays: gated_delta(*arrays[:5], segments=arrays[5], initial_state_BHCM=arrays[6])
+        inputs = l2_norm(heads(q, key)), l2_norm(heads(k, key)), heads(v, gdn.value_dim), g_BLH, beta_BLH
+        o_BLHM, state = _with_state(run, *inputs, context=context, name="state_BHCM")
         o_BLHM = gated_norm(o_BLHM, heads(z, gdn.value_dim), self.out_norm_scale_M[...], activation=jax.nn.silu, eps=self.eps)
-        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, {}
+        return project("blhm,hmd->bld", o_BLHM, self.out_HMD[...]), ids_BLK, past.report(history | state)

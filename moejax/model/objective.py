@@ -71,6 +71,8 @@ class Report:
     """KL divergences of the indexers, in nats, summed over layers."""
     layers: dict
     """Loads, dropped rows, margins and finiteness per layer, a tree by section and place."""
+    past: Any = None
+    """What the rows leave for the next batch, if it is asked for; no sum, but one for each part."""
 
 
 def totals(batch) -> Totals:
@@ -83,7 +85,9 @@ def totals(batch) -> Totals:
     return Totals(jnp.sum(weights), sequences, count(times), count((times > 0).any(-1)), count(documents))
 
 
-def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool = False, rebuild: bool = False) -> Switches:
+def switches_for(
+    losses: LossConfig, *, saved: Saved | None = None, debug: bool = False, rebuild: bool = False, past_keys: int | None = None
+) -> Switches:
     """What a forward pass must compute for these losses."""
     return Switches(
         saved=saved,
@@ -94,21 +98,24 @@ def switches_for(losses: LossConfig, *, saved: Saved | None = None, debug: bool 
         histogram=losses.bias_update == "quantile",
         debug=debug,
         rebuild=rebuild,
+        past_keys=past_keys,
     )
 
 
-def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None):
+def objective(
+    config: ModelConfig, losses: LossConfig, params: dict, batch, whole: Totals, switches: Switches, *, control=None, past=None, below=None
+):
     """Loss of one microbatch, so that the losses of all microbatches add up to the global batch's.
 
     Args:
       batch: the microbatch.
       whole: totals of the global batch.
-      control: see language_model.forward.
+      control, past, below: see language_model.forward.
 
     Returns:
       the differentiable loss, and a Report.
     """
-    output = language_model.forward(config, params, batch, switches, control=control)
+    output = language_model.forward(config, params, batch, switches, control=control, past=past, below=below)
     ce = language_model.cross_entropy_sums(
         output,
         _weighted(losses, batch, output.hidden_BLD.dtype),
@@ -125,7 +132,7 @@ def objective(config: ModelConfig, losses: LossConfig, params: dict, batch, whol
     loss = ce.loss_sum / whole.averaged(losses) + losses.balance_coef * balance
     loss = loss + losses.router_z_coef * router_z / tokens + losses.index_coef * index_kl / tokens
     layers = jax.tree.map(lambda report: {name: report[name] for name in LAYER_REPORTS if name in report}, output.aux, is_leaf=_is_report)
-    return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers)
+    return loss, Report(ce.nll_sum, ce.z_sum, balance, router_z, index_kl, layers, output.past)
 
 
 def _weighted(losses: LossConfig, batch, dtype):

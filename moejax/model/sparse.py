@@ -8,6 +8,7 @@ from moejax_kernels.implementation import UnsupportedError
 
 from moejax.config.model import ModelConfig
 from moejax.memory.names import named
+from moejax.model import past
 from moejax.model.attention import GroupedQueryAttention, LatentAttention
 from moejax.model.context import Context
 from moejax.model.norms import layer_norm
@@ -46,11 +47,13 @@ class Indexer(nnx.Module):
         return turn(q_BLJC), turn(k_BLC[:, :, None])[:, :, 0], w_BLJ * (index.num_heads * index.head_dim) ** -0.5
 
     def choose(self, q_BLJC, k_BLC, w_BLJ, x_BLD, context: Context):
-        """Positions of the chosen keys, int32 [B, L, K], -1 where there are fewer."""
+        """Positions of the chosen keys, int32 [B, L, K], -1 where there are fewer; behind a past all arrays but x are as long as keys."""
         index = self.config
         if index.pool == 1:
             run = lambda q, k, w, segments: index_topk(q, k, w, topk=index.topk, segments=segments)
-            return per_rows(run, q_BLJC, k_BLC, w_BLJ, context.segments)
+            return per_rows(run, q_BLJC, k_BLC, w_BLJ, context.key_segments)
+        if context.switches.past_keys is not None:
+            raise UnsupportedError("indexer.pool > 1 does not count pools across a past; use pool=1, or no windows and no shared prefixes.")
         if context.segments.ancestor_BUU is not None:
             raise UnsupportedError("indexer.pool > 1 does not pool across the branches of a segment tree; use pool=1 or plain documents.")
         gate_BLC = project("bld,dc->blc", jax.lax.stop_gradient(x_BLD), self.pool_gate_DC[...])
@@ -100,22 +103,36 @@ class SparseAttention(nnx.Module):
             self.indexer = Indexer(config, latent_width=config.mla.q_lora_rank if latent else config.width, rngs=rngs)
 
     def __call__(self, x_BLD, context: Context, ids_BLK):
-        q, k, v, latent, gate = self.base.inputs(x_BLD, context)
+        q, k, v, latent, gate, kept = self.base.inputs(x_BLD, context)
+        whole = lambda array: _behind(k.shape[1] - q.shape[1], array)  # these ops take as many queries as keys
+        own = lambda array: array[:, k.shape[1] - q.shape[1] :]
         stage, aux = context.switches.index, {}
         scale = self.base.scale
-        index = None if self.shared else self.indexer.inputs(x_BLD, latent, context)
+        index = None
+        if not self.shared:
+            index_q, index_k, index_w = self.indexer.inputs(x_BLD, latent, context)
+            index_keys, index_kept = past.extend(context, index_k_BSC=index_k)
+            index, kept = (whole(index_q), index_keys["index_k_BSC"], whole(index_w)), kept | index_kept
         if stage != "dense":
-            ids_BLK = named(ids_BLK if index is None else self.indexer.choose(*index, x_BLD, context), "index_ids")
+            ids_BLK = named(ids_BLK if index is None else own(self.indexer.choose(*index, x_BLD, context)), "index_ids")
         if index is not None and stage != "none":
             run = lambda q, k, iq, ik, iw, segments, *ids: index_kl(
                 q, k, iq, ik, iw, ids[0] if ids else None, scale=scale, segments=segments
             )
-            chosen = () if stage == "dense" else (ids_BLK,)
-            kl_BL = per_rows(run, *jax.lax.stop_gradient((q, k)), *index, context.segments, *chosen)
-            aux["index_kl"] = jnp.sum(kl_BL * context.segments.multiplicity())
+            chosen = () if stage == "dense" else (whole(ids_BLK),)
+            kl_BS = per_rows(run, *jax.lax.stop_gradient((whole(q), k)), *index, context.key_segments, *chosen)
+            aux["index_kl"] = jnp.sum(own(kl_BS) * context.segments.multiplicity())
         if stage == "dense":
             o = self.base.dense(q, k, v, context)
         else:
             run = lambda q, k, v, ids, segments: sparse_attention(q, k, v, ids, scale=scale, segments=segments)
-            o = per_rows(run, q, k, v, ids_BLK, context.segments)
-        return self.base.output(o, gate), ids_BLK, aux
+            o = own(per_rows(run, whole(q), k, v, whole(ids_BLK), context.key_segments))
+        return self.base.output(o, gate), ids_BLK, aux | past.report(kept)
+
+
+def _behind(num_keys: int, array_BLX):
+    """The queries' numbers behind those of as many positions that ask for nothing: 0, or no key."""
+    if num_keys == 0:
+        return array_BLX
+    filler = -1 if jnp.issubdtype(array_BLX.dtype, jnp.integer) else 0
+    return jnp.pad(array_BLX, ((0, 0), (num_keys, 0), *((0, 0),) * (array_BLX.ndim - 2)), constant_values=filler)

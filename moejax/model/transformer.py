@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,21 @@ class Layer(nnx.Module):
         return state | {"x": constrain_rows(state["x"]), "ids": keep_ids}, aux | mixer_aux | moe_aux
 
 
+class Below(NamedTuple):
+    """What the first stages of the model made of a batch."""
+
+    carry: dict
+    """What flows into the next one."""
+    num_stages: int
+
+
+def stages(config: ModelConfig) -> list[tuple[str, str]]:
+    """Section and place of what the model runs one after the other; the stacked layers are one stage, ("unit", "")."""
+    plan = layer_plan(config)
+    of = lambda section, kinds: [(section, str(place)) for place in range(len(kinds))]
+    return of("head", plan.head) + [("unit", "")] * bool(plan.num_units) + of("tail", plan.tail)
+
+
 class Transformer(nnx.Module):
     """Weights of the whole model. Sections: `head` and `tail` hold single layers, `unit` holds stacks along the depth."""
 
@@ -97,22 +112,30 @@ class Transformer(nnx.Module):
         """Weight of the output projection."""
         return self.embed["weight_VD"][...].T if self.config.tie_embeddings else self.unembed["weight_DV"][...]
 
-    def __call__(self, tokens_BL, context: Context) -> tuple[Any, dict]:
+    def __call__(self, tokens_BL, context: Context, below: Below | None = None) -> tuple[Any, dict]:
         """Hidden states before the output projection [B, L, D], and what the layers report: a tree by section and place."""
-        config, plan = self.config, self.plan
-        dtype = jnp.dtype(config.precision.compute)
-        x_BLD = constrain_rows(jnp.take(self.embed["weight_VD"][...], tokens_BL, axis=0).astype(dtype))
-        carry = residual.start(config, x_BLD, self.num_blocks(config.num_layers)) | {"ids": self._no_keys(tokens_BL)}
-        aux: dict = {"head": {}, "unit": {}, "tail": {}}
-        for place, layer in self.head.items():
-            carry, aux["head"][place] = self._run(layer, carry, _of(context, "head", place), int(place), self.num_blocks(int(place)))
-        if plan.num_units:
-            carry, aux["unit"] = self._scan(carry, context)
-        first = config.num_layers - len(plan.tail)
-        for place, layer in self.tail.items():
-            number = first + int(place)
-            carry, aux["tail"][place] = self._run(layer, carry, _of(context, "tail", place), number, self.num_blocks(number))
+        if below is None:
+            below = Below(self.begin(tokens_BL), 0)
+        carry, aux = self.advance(below.carry, context, stages(self.config)[below.num_stages :])
         return self.final_norm(self._collapse(carry)), aux
+
+    def begin(self, tokens_BL) -> dict:
+        """What flows into the first layer."""
+        x_BLD = jnp.take(self.embed["weight_VD"][...], tokens_BL, axis=0).astype(jnp.dtype(self.config.precision.compute))
+        start = residual.start(self.config, constrain_rows(x_BLD), self.num_blocks(self.config.num_layers))
+        return start | {"ids": self._no_keys(tokens_BL)}
+
+    def advance(self, carry: dict, context: Context, through: list[tuple[str, str]]) -> tuple[dict, dict]:
+        """What flows out of the last of these stages, and what their layers report."""
+        aux: dict = {"head": {}, "unit": {}, "tail": {}}
+        for section, place in through:
+            if section == "unit":
+                carry, aux["unit"] = self._scan(carry, context)
+                continue
+            layer, number = (self.head, 0) if section == "head" else (self.tail, self.config.num_layers - len(self.plan.tail))
+            number += int(place)
+            carry, aux[section][place] = self._run(layer[place], carry, _of(context, section, place), number, self.num_blocks(number))
+        return carry, aux
 
     def num_blocks(self, layer):
         """Residual blocks put away before a layer."""
@@ -123,17 +146,19 @@ class Transformer(nnx.Module):
         offset, size = len(self.plan.head), len(self.plan.unit)
 
         def unit(carry, step, batch):
-            (index, weights, control), (segments, positions_BL) = step, batch
+            (index, weights, control, past), (segments, positions_BL) = step, batch
             layers, aux = nnx.merge(graph, weights), {}
+            of_batch = dataclasses.replace(context, segments=segments, positions_BL=positions_BL)
             for place, layer in layers.items():
                 number = offset + int(place)
-                of_layer = dataclasses.replace(context, segments=segments, positions_BL=positions_BL, control=control.get(place))
+                of_layer = dataclasses.replace(of_batch, control=control.get(place), past=past.get(place))
                 carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
             return carry, aux
 
-        steps = jnp.arange(self.plan.num_units), stacked, (context.control or {}).get("unit", {})
+        of_units = [(tree or {}).get("unit", {}) for tree in (context.control, context.past)]
+        steps = (jnp.arange(self.plan.num_units), stacked, *of_units)
         batch, saved = (context.segments, context.positions_BL), context.switches.saved
-        if saved is not None and saved.offloaded:
+        if saved is not None and saved.offloaded and context.before is None:  # nor does a gradient flow to what the steps close over
             return prefetch.scan(unit, carry, steps, batch)
         return jax.lax.scan(lambda carry, step: unit(carry, step, batch), carry, steps)
 
@@ -161,4 +186,5 @@ class Transformer(nnx.Module):
 
 def _of(context: Context, section: str, place: str) -> Context:
     """The context of one unrolled layer."""
-    return dataclasses.replace(context, control=(context.control or {}).get(section, {}).get(place))
+    control, past = ((tree or {}).get(section, {}).get(place) for tree in (context.control, context.past))
+    return dataclasses.replace(context, control=control, past=past)

@@ -16,7 +16,7 @@ from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
 from moejax.train.saved import plan_saved, summary
-from moejax.train.state import placed_shapes
+from moejax.train.state import past_shapes, placed_shapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     adaptive = config.model.moe.adaptive.highest
     model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
     choices = plan_saved(plan, gpu=True, model=model)
-    program = make_program(model, config.losses, config.optim, config.train, saved=choices.saved)
+    program = make_program(model, config.losses, config.optim, config.train, saved=choices.saved, windows=config.data.windows)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
-        state = placed_shapes(config.model, program.optimizer, mesh)
+        state = placed_shapes(config.model, program.optimizer, mesh, past_shapes(config.model, config.data, config.train))
         trees = {"parent": [{}] * len(zeros_BL), "num_segments": config.data.row_segments} if config.data.share_prefixes else {}
         batch = Batch.build(zeros_BL, zeros_BL, **trees)
         lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation))

@@ -43,7 +43,7 @@ from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
 from moejax.train.saved import plan_saved, summary
-from moejax.train.state import TrainState, init_state, placed_shapes
+from moejax.train.state import TrainState, init_state, past_shapes, placed_shapes
 
 USER_ERRORS = (
     ConfigError,
@@ -110,7 +110,9 @@ class Run:
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
         self.choices = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model)
-        self.program_of = lambda model: make_program(model, config.losses, config.optim, config.train, saved=self.choices.saved)
+        self.program_of = lambda model: make_program(
+            model, config.losses, config.optim, config.train, saved=self.choices.saved, windows=config.data.windows
+        )
         self.program = self.program_of(config.model)
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
@@ -148,11 +150,13 @@ class Run:
 
     def load(self, found: Path | None) -> TrainState:
         """Fresh weights, or a checkpoint's."""
+        config, optimizer = self.config, self.program.optimizer
+        past = past_shapes(config.model, config.data, config.train)
         if found is None:
-            self.say(f"start     fresh weights, seed {self.config.train.seed}")
+            self.say(f"start     fresh weights, seed {config.train.seed}")
             with refuse_replication():
-                return init_state(self.config.model, self.program.optimizer, self.mesh, self.config.train.seed)
-        state, host = self.checkpoints.restore(found, like=placed_shapes(self.config.model, self.program.optimizer, self.mesh))
+                return init_state(config.model, optimizer, self.mesh, config.train.seed, past)
+        state, host = self.checkpoints.restore(found, like=placed_shapes(config.model, optimizer, self.mesh, past))
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state

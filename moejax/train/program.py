@@ -24,37 +24,47 @@ from moejax.train.step import StepOutput, train_step
 class Program:
     """A step and what belongs to it."""
 
-    step: Callable[[TrainState, Any], tuple[TrainState, StepOutput]]
-    """(state, batches) -> (next state, what the step tells); see `train_step`."""
+    step: Callable[..., tuple[TrainState, StepOutput]]
+    """(state, batches, below or None) -> (next state, what the step tells); see `train_step`."""
     optimizer: optax.GradientTransformation
     """Its init makes the state's moments."""
     rules: Any
     """What each weight is trained with, keyed like the weights."""
     switches: Switches
     """What the model is asked for besides logits."""
+    num_frozen: int = 0
+    """Stages of the model below the first weight that learns; what they make of a batch may be handed to the step (moejax.train.frozen)."""
 
-    def lower(self, state, batches) -> jax.stages.Lowered:
+    def lower(self, state, batches, below: dict | None = None) -> jax.stages.Lowered:
         """The step, lowered for arrays, or their shapes, where they lie; the state's memory is reused for the next one."""
         places = jax.tree.map(lambda array: array.sharding, state)
-        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(
+            state, batches, *(() if below is None else (below,))
+        )
 
 
-def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, *, saved: Saved | None = None) -> Program:
-    """The step that a config asks for; `saved`: what each layer keeps for its backward pass."""
+def make_program(
+    model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, *, saved: Saved | None = None, windows: bool = False
+) -> Program:
+    """The step that a config asks for; `saved`: what each layer keeps for its backward pass; `windows`: data.windows."""
     like = language_model.shapes(model)
     rules = groups.assign(optim, like, train_only=train.train_only)
     optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
-    switches = switches_for(losses, saved=saved, debug=train.debug, rebuild=train.rebuild_metadata)
+    past_keys = train.carry_keys if windows else None
+    switches = switches_for(losses, saved=saved, debug=train.debug, rebuild=train.rebuild_metadata, past_keys=past_keys)
+    trainable = jax.tree.map(lambda rule: rule.trainable, rules)
+    num_frozen = language_model.num_frozen(model, trainable)
     step = functools.partial(
         train_step,
         config=model,
         losses=losses,
         optimizer=optimizer,
         clip_norm=optim.clip_norm,
-        trainable=jax.tree.map(lambda rule: rule.trainable, rules),
+        trainable=trainable,
         switches=switches,
+        num_frozen=num_frozen,
     )
-    return Program(step, optimizer, rules, switches)
+    return Program(step, optimizer, rules, switches, num_frozen)
 
 
 def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:

@@ -12,6 +12,8 @@ from moejax.config.training import LossConfig
 from moejax.losses import router_bias
 from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
+from moejax.model.past import Past, goes_on
+from moejax.model.transformer import Below
 from moejax.optim.clip import clip_by_global_norm
 from moejax.train.control import control_metrics, told, update
 from moejax.train.state import TrainState
@@ -26,6 +28,8 @@ def gradients(
     *,
     control: dict | None = None,
     trainable: dict | None = None,
+    past: Past | None = None,
+    below: Below | None = None,
 ):
     """Loss, gradients and report of a global batch.
 
@@ -33,6 +37,8 @@ def gradients(
       batches: a Batch whose arrays are [A, B / A, ...]: A microbatches.
       control: what layers are told (`control.told`).
       trainable: bools keyed like the weights; the gradients of the others are 0 and cost nothing. None: all are.
+      past: what the batch before left, for one microbatch alone; no gradient goes there.
+      below: what the first stages of the model make of the batch (`language_model.lower`), for one microbatch alone.
 
     Returns:
       loss, gradients in the weights' dtype, Report; the same for every A and every mesh, up to rounding.
@@ -44,8 +50,11 @@ def gradients(
     run = lambda params, batch, *, control: objective(config, losses, held(params), batch, whole, switches, control=control)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
-        (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control), has_aux=True)(params)
+        run_first = lambda params: run(params, first, control=control, past=past, below=below)
+        (loss, report), grads = jax.value_and_grad(run_first, has_aux=True)(params)
         return loss, grads, report
+    if past is not None or below is not None:
+        raise ValueError(f"a past and what lies below are those of one batch, not of {num_microbatches} microbatches; 1 fits.")
     counted = losses.balance == "global" or config.moe.router.overload_strength > 0
     if counted:
         control = _whole_load(functools.partial(run, control=control), params, batches, control or {})
@@ -118,6 +127,7 @@ class StepOutput(NamedTuple):
 def train_step(
     state: TrainState,
     batches,
+    below: dict | None = None,
     *,
     config: ModelConfig,
     losses: LossConfig,
@@ -125,16 +135,22 @@ def train_step(
     clip_norm: float,
     trainable: dict,
     switches: Switches,
+    num_frozen: int = 0,
 ) -> tuple[TrainState, StepOutput]:
-    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were.
+    """The next state and what the step tells. A non-finite loss or gradient leaves weights, moments, biases and control as they were,
+    and what its rows leave is forgotten.
 
     Args:
       batches: a Batch whose arrays are [A, B / A, ...].
+      below: what the first `num_frozen` stages of the model make of the batch, or None.
       clip_norm: largest global norm of the gradients; 0: no clipping.
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, trainable=trainable)
+    below, past = None if below is None else Below(below, num_frozen), state.past or None
+    loss, grads, report = gradients(
+        config, losses, state.params, batches, switches, control=control, trainable=trainable, past=past, below=below
+    )
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
@@ -149,10 +165,16 @@ def train_step(
         state.skipped + skip,
         (state.skipped_in_a_row + skip) * skip,
         keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
+        # rows have moved on: after a step that is not finite they begin anew, from nothing
+        jax.tree.map(lambda left: jnp.where(finite, left, 0), report.past) if state.past else {},
     )
     out = StepOutput(step_metrics(loss, norm, report, totals(batches), new, losses))
     if batches.segments.copies_BL is not None:
         out.scalars["computed_tokens"] = jnp.sum(batches.segments.ids_BL >= 0).astype(jnp.float32)
+    if state.past:
+        first_B = batches.positions_BL[0, :, 0]
+        going_on_B = goes_on(state.past, first_B)
+        out.scalars["rows_going_on"], out.scalars["rows_cut_off"] = jnp.sum(going_on_B), jnp.sum((first_B > 0) & ~going_on_B)
     if switches.debug:
         flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
         out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))

@@ -120,3 +120,21 @@ def test_capacities_copies_and_homes_go_on_as_they_were(config, tmp_path):
     assert factors and all((array > 0.5).all() for array in factors)
     assert any((np.diff(array) != 1).any() for array in homes), "no expert moved"
     assert all(array.size for array in want.values())
+
+
+def test_windows_go_on_over_a_restart_bit_for_bit(config, tmp_path):
+    """Documents of 300 letters and more in windows of 32; what the rows left is in the checkpoint."""
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, windows=True),
+        model=dataclasses.replace(config.model, mixers=("kda", "gqa"), kda=tiny.KDAConfig(num_heads=2, key_dim=8, value_dim=8)),
+    )
+    _, want, losses = train(config, tmp_path / "whole", steps=6, carry_keys=40)
+    train(config, tmp_path / "halves", steps=3, carry_keys=40)
+    text, got, again = train(config, tmp_path / "halves", steps=6, carry_keys=40)
+    assert "after step 3" in text and again == losses
+    pasts = {path for path in want if path.startswith("past/") and want[path].any()}
+    assert len(pasts) == 8  # next_B, held_B; four of kda, two of gqa
+    assert (want["past/held_B"] > 40).any()
+    for path in want:
+        np.testing.assert_array_equal(got[path], want[path], err_msg=path)

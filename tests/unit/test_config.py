@@ -237,6 +237,27 @@ UNRESOLVED = [
         ["losses.index='sparse'", "losses.index_coef=0.0", "freeze it"],
     ),
     (RunConfig(name="a", model=DSA, train=TrainConfig(train_only="(")), 8, ["train.train_only='('", "regular expression"]),
+    (RunConfig(name="a", train=TrainConfig(carry_keys=4)), 8, ["train.carry_keys=4", "ignored", "data.windows is False"]),
+    (
+        RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(accumulation=2)),
+        8,
+        ["data.windows", "train.accumulation=2", "1 fits"],
+    ),
+    (
+        RunConfig(
+            name="a",
+            data=DataConfig(windows=True),
+            model=dataclasses.replace(DSA, indexer=IndexerConfig(pool=4)),
+            train=TrainConfig(train_only="feed_forward"),
+        ),
+        8,
+        ["data.windows", "model.indexer.pool=4", "1 fits"],
+    ),
+    (
+        RunConfig(name="a", data=DataConfig(windows=True), model=ModelConfig(mixers=("kda",)), train=TrainConfig(carry_keys=4)),
+        8,
+        ["train.carry_keys=4", "no layer", "['kda']", "0 fits"],
+    ),
 ]
 FREE, OFF = GroupConfig(pattern="indexer"), GroupConfig(pattern="mixer", lr_scale=0)
 TAUGHT_OR_FROZEN = [

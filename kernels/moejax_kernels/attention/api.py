@@ -16,14 +16,14 @@ GPU_WIDTHS = (64, 96, 128, 192, 256)
 GPU_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None, implementation: Implementation | None = None):
+def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sinks_H=None, implementation: Implementation | None = None):
     """Causal attention inside documents: `softmax(scale * q.k) v` over the visible keys.
 
     Args:
       q_BLHC: float queries; H is a multiple of G, and query head h reads key head h // (H // G).
-      k_BLGC: keys; v_BLGM: values. M may differ from C.
+      k_BSGC: keys; v_BSGM: values. M may differ from C. Where S > L, keys begin before the queries: queries are the row's last L positions.
       scale: factor of the scores.
-      segments: borders of the documents; None: one document per row.
+      segments: borders of the documents, over all S positions; None: one document per row.
       window: None, or the number of keys that a query sees: itself and the window-1 tokens before it.
       sinks_H: None, or one logit per head that takes part in the softmax's denominator and has no value (attention sinks).
       implementation: "reference", "xla", "triton_gpu" (widths 64, 96, 128, 192 and 256, bfloat16 or float32), or None for the fastest
@@ -44,23 +44,25 @@ def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sink
 
     Source: Vaswani et al. 2017, section 3.2; tiles after FlashAttention, Dao et al. 2022; sinks as in gpt-oss.
     """
-    sizes = check("attention", q_BLHC=q_BLHC, k_BLGC=k_BLGC, v_BLGM=v_BLGM, sinks_H=sinks_H)
+    sizes = check("attention", q_BLHC=q_BLHC, k_BSGC=k_BSGC, v_BSGM=v_BSGM, sinks_H=sinks_H)
     check_heads("attention", sizes["H"], sizes["G"])
-    check_segments("attention", segments, sizes["B"], sizes["L"])
+    if sizes["S"] < sizes["L"]:
+        raise ValueError(f"attention: S={sizes['S']} keys for L={sizes['L']} queries, which are the last L of S positions; S >= L fits.")
+    check_segments("attention", segments, sizes["B"], sizes["S"])
     if window is not None and window < 1:
         raise ValueError(f"attention: window={window} must be at least 1 (1 sees the token itself alone), or None for no window.")
-    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(q_BLHC, k_BLGC, v_BLGM, scale, segments)}
+    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale, segments)}
     run = choose("attention", implementation, IMPLEMENTATIONS, why_not=why_not)
-    return run(q_BLHC, k_BLGC, v_BLGM, scale=scale, segments=segments, window=window, sinks_H=sinks_H)
+    return run(q_BLHC, k_BSGC, v_BSGM, scale=scale, segments=segments, window=window, sinks_H=sinks_H)
 
 
-def _why_no_kernel(q_BLHC, k_BLGC, v_BLGM, scale, segments) -> str | None:
-    (*_, C), (*_, M) = q_BLHC.shape, v_BLGM.shape
-    dtypes = [array.dtype for array in (q_BLHC, k_BLGC, v_BLGM)]
+def _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale, segments) -> str | None:
+    (*_, C), (*_, M) = q_BLHC.shape, v_BSGM.shape
+    dtypes = [array.dtype for array in (q_BLHC, k_BSGC, v_BSGM)]
     if segments is not None and segments.index_BL is not None:
         return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
     if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
-        widths = f"C={C} and M={M} (q is {q_BLHC.shape}, v is {v_BLGM.shape})"
+        widths = f"C={C} and M={M} (q is {q_BLHC.shape}, v is {v_BSGM.shape})"
         return f"needs key and value widths of 64, 96, 128, 192 or 256, got {widths}. Pass implementation='xla'."
     if dtypes[0] not in GPU_DTYPES or len(set(dtypes)) > 1:
         return f"needs q, k and v all bfloat16 or all float32, got {', '.join(map(str, dtypes))}. Cast them, or pass implementation='xla'."

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from moejax_kernels.visibility import visible
 
 
-def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):
-    at_L = jnp.arange(q_BLHC.shape[1])
-    return attend(q_BLHC, k_BLGC, v_BLGM, visible(segments, at_L, at_L, window=window), scale=scale, sinks_H=sinks_H)
+def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sinks_H=None):
+    at_S = jnp.arange(k_BSGC.shape[1])
+    at_L = at_S[k_BSGC.shape[1] - q_BLHC.shape[1] :]
+    return attend(q_BLHC, k_BSGC, v_BSGM, visible(segments, at_L, at_S, window=window), scale=scale, sinks_H=sinks_H)
 
 
 def attend(q_BQHC, k_BKGC, v_BKGM, allowed_BQK, *, scale, sinks_H=None):

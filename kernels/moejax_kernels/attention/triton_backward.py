@@ -41,7 +41,7 @@ def _keys_tile(
     start,
     query,
     first,
-    L: tl.constexpr,
+    S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
     C2: tl.constexpr,
@@ -52,13 +52,13 @@ def _keys_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k = load_rows(k_ptr, start, L, G * (C1 + C2), KEYS, C1, C2, MASKED)
+    k = load_rows(k_ptr, start, S, G * (C1 + C2), KEYS, C1, C2, MASKED)
     scores = products(q, k, C2, PRECISION)
     if MASKED:
         key = start + tl.arange(0, KEYS)
         scores = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None]), scores, float("-inf"))
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[:, None])
-    v = load_rows(v_ptr, start, L, G * (M1 + M2), KEYS, M1, M2, MASKED)
+    v = load_rows(v_ptr, start, S, G * (M1 + M2), KEYS, M1, M2, MASKED)
     dscores = probs * (products(do, v, M2, PRECISION) - delta[:, None])
     return add_mix(dq, dscores.to(k[0].dtype), k, C2, PRECISION)
 
@@ -76,6 +76,7 @@ def query_gradients(
     dq_ptr,
     delta_ptr,
     L: tl.constexpr,
+    S: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -92,27 +93,27 @@ def query_gradients(
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the last queries see most: they start first
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // (H // G)
-    k_ptr += row * L * G * (C1 + C2) + key_head * (C1 + C2)
-    v_ptr += row * L * G * (M1 + M2) + key_head * (M1 + M2)
-    query = begin + tl.arange(0, QUERIES)
-    first = first_visible(starts_ptr, ends_ptr, row, query, L, WINDOW, PACKED)
+    k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
+    v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
+    query = S - L + begin + tl.arange(0, QUERIES)
+    first = first_visible(starts_ptr, ends_ptr, row, query, S, WINDOW, PACKED)
     to_head = row * L * H * (M1 + M2) + head * (M1 + M2)
     do = load_rows(do_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True)
     delta = _delta(load_rows(o_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True), do, M2)
-    at_rows = (row * H + head) * L + query
-    tl.store(delta_ptr + at_rows, delta, mask=query < L)
-    log_total = tl.load(log_total_ptr + at_rows, mask=query < L, other=0.0)
+    at_rows = (row * H + head) * L + query - (S - L)
+    tl.store(delta_ptr + at_rows, delta, mask=query < S)
+    log_total = tl.load(log_total_ptr + at_rows, mask=query < S, other=0.0)
     to_head = row * L * H * (C1 + C2) + head * (C1 + C2)
     q = load_rows(q_ptr + to_head, begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
     dq = zero_rows(QUERIES, C1, C2)
     low = tl.min(first, 0)
-    start, full, before, others = stretches(low, tl.max(first, 0), begin + 1, tl.minimum(begin + QUERIES, L), KEYS)
+    start, full, before, others = stretches(low, tl.max(first, 0), S - L + begin + 1, tl.minimum(S - L + begin + QUERIES, S), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
-        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION)
+        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION)
     for i in range(full):
         at = start + i * KEYS
-        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION)
+        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION)
     store_rows(dq_ptr + to_head, begin, dq, SCALE, L, H * (C1 + C2), QUERIES, C1, C2)
 
 
@@ -130,6 +131,7 @@ def _queries_tile(
     key,
     last,
     L: tl.constexpr,
+    S: tl.constexpr,
     H: tl.constexpr,
     C1: tl.constexpr,
     C2: tl.constexpr,
@@ -139,16 +141,17 @@ def _queries_tile(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores lie with keys down and queries across, so that they are the left factor of both sums."""
-    query = start + tl.arange(0, QUERIES)
+    """Scores lie with keys down and queries across, so that they are the left factor of both sums. `start`: number of the first query."""
+    at = start + tl.arange(0, QUERIES)
+    query = S - L + at
     q = load_rows(q_ptr, start, L, H * (C1 + C2), QUERIES, C1, C2, True)
     scores = products(k, q, C2, PRECISION)
     scores = tl.where((query[None, :] >= key[:, None]) & (query[None, :] < last[:, None]), scores, float("-inf"))
-    log_total = tl.load(log_total_ptr + query, mask=query < L, other=0.0)
+    log_total = tl.load(log_total_ptr + at, mask=at < L, other=0.0)
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[None, :])
     do = load_rows(do_ptr, start, L, H * (M1 + M2), QUERIES, M1, M2, True)
     dv = add_mix(dv, probs.to(do[0].dtype), do, M2, PRECISION)
-    delta = tl.load(delta_ptr + query, mask=query < L, other=0.0)
+    delta = tl.load(delta_ptr + at, mask=at < L, other=0.0)
     dscores = probs * (products(v, do, M2, PRECISION) - delta[None, :])
     return add_mix(dk, dscores.to(q[0].dtype), q, C2, PRECISION), dv
 
@@ -165,6 +168,7 @@ def key_gradients(
     dk_ptr,
     dv_ptr,
     L: tl.constexpr,
+    S: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -183,25 +187,26 @@ def key_gradients(
     begin = tl.program_id(0) * KEYS  # the first keys are seen most: they start first
     key_head, split, row = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS, tl.program_id(2).to(tl.int64)
     heads: tl.constexpr = H // G // SPLITS
-    to_k = row * L * G * (C1 + C2) + key_head * (C1 + C2)
-    to_v = row * L * G * (M1 + M2) + key_head * (M1 + M2)
-    k = load_rows(k_ptr + to_k, begin, L, G * (C1 + C2), KEYS, C1, C2, True)
-    v = load_rows(v_ptr + to_v, begin, L, G * (M1 + M2), KEYS, M1, M2, True)
+    to_k = row * S * G * (C1 + C2) + key_head * (C1 + C2)
+    to_v = row * S * G * (M1 + M2) + key_head * (M1 + M2)
+    k = load_rows(k_ptr + to_k, begin, S, G * (C1 + C2), KEYS, C1, C2, True)
+    v = load_rows(v_ptr + to_v, begin, S, G * (M1 + M2), KEYS, M1, M2, True)
     key = begin + tl.arange(0, KEYS)
-    last = last_visible(ends_ptr, row, key, L, WINDOW, PACKED)
+    last = last_visible(ends_ptr, row, key, S, WINDOW, PACKED)
     dk, dv = zero_rows(KEYS, C1, C2), zero_rows(KEYS, M1, M2)
-    num_tiles = tl.cdiv(tl.maximum(tl.max(last, 0) - begin, 0), QUERIES)
+    low = tl.maximum(begin - (S - L), 0)
+    num_tiles = tl.cdiv(tl.maximum(tl.max(last, 0) - (S - L) - low, 0), QUERIES)
     for n in range(heads):
         head = (key_head * SPLITS + split) * heads + n
         q_at = q_ptr + (row * L * H + head) * (C1 + C2)
         do_at = do_ptr + (row * L * H + head) * (M1 + M2)
         log_total_at, delta_at = log_total_ptr + (row * H + head) * L, delta_ptr + (row * H + head) * L
         for i in range(num_tiles):
-            at = begin + i * QUERIES
+            at = low + i * QUERIES
             dk, dv = _queries_tile(
-                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, H, C1, C2, M1, M2, QUERIES, SCALE, PRECISION
+                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, S, H, C1, C2, M1, M2, QUERIES, SCALE, PRECISION
             )
-    dk_ptr += split.to(tl.int64) * tl.num_programs(2) * L * G * (C1 + C2) + to_k
-    dv_ptr += split.to(tl.int64) * tl.num_programs(2) * L * G * (M1 + M2) + to_v
-    store_rows(dk_ptr, begin, dk, SCALE, L, G * (C1 + C2), KEYS, C1, C2)
-    store_rows(dv_ptr, begin, dv, 1.0, L, G * (M1 + M2), KEYS, M1, M2)
+    dk_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (C1 + C2) + to_k
+    dv_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (M1 + M2) + to_v
+    store_rows(dk_ptr, begin, dk, SCALE, S, G * (C1 + C2), KEYS, C1, C2)
+    store_rows(dv_ptr, begin, dv, 1.0, S, G * (M1 + M2), KEYS, M1, M2)

@@ -32,7 +32,7 @@ def _one_tile(
     start,
     query,
     first,
-    L: tl.constexpr,
+    S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
     C2: tl.constexpr,
@@ -43,7 +43,7 @@ def _one_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k = load_rows(k_ptr, start, L, G * (C1 + C2), KEYS, C1, C2, MASKED)
+    k = load_rows(k_ptr, start, S, G * (C1 + C2), KEYS, C1, C2, MASKED)
     scores = products(q, k, C2, PRECISION)
     if MASKED:
         key = start + tl.arange(0, KEYS)
@@ -56,7 +56,7 @@ def _one_tile(
     two = one
     if M2 > 0:
         two = acc[1] * shrink[:, None]
-    v = load_rows(v_ptr, start, L, G * (M1 + M2), KEYS, M1, M2, MASKED)
+    v = load_rows(v_ptr, start, S, G * (M1 + M2), KEYS, M1, M2, MASKED)
     return add_mix((one, two), weights.to(v[0].dtype), v, M2, PRECISION), higher, total
 
 
@@ -71,6 +71,7 @@ def forward(
     o_ptr,
     log_total_ptr,
     L: tl.constexpr,
+    S: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -88,10 +89,10 @@ def forward(
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the last queries see most: they start first
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // (H // G)
-    k_ptr += row * L * G * (C1 + C2) + key_head * (C1 + C2)
-    v_ptr += row * L * G * (M1 + M2) + key_head * (M1 + M2)
-    query = begin + tl.arange(0, QUERIES)
-    first = first_visible(starts_ptr, ends_ptr, row, query, L, WINDOW, PACKED)
+    k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
+    v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
+    query = S - L + begin + tl.arange(0, QUERIES)
+    first = first_visible(starts_ptr, ends_ptr, row, query, S, WINDOW, PACKED)
     q = load_rows(q_ptr + row * L * H * (C1 + C2) + head * (C1 + C2), begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
     acc = zero_rows(QUERIES, M1, M2)
     peak, total = tl.full([QUERIES], NOTHING, tl.float32), tl.zeros([QUERIES], tl.float32)
@@ -99,18 +100,18 @@ def forward(
         peak = tl.zeros([QUERIES], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total += 1.0
     low = tl.min(first, 0)
-    start, full, before, others = stretches(low, tl.max(first, 0), begin + 1, tl.minimum(begin + QUERIES, L), KEYS)
+    start, full, before, others = stretches(low, tl.max(first, 0), S - L + begin + 1, tl.minimum(S - L + begin + QUERIES, S), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION
         )
     for i in range(full):
         at = start + i * KEYS
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, L, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION
         )
     total = tl.where(total > 0, total, 1.0)  # a query that sees nothing
     o_ptr += row * L * H * (M1 + M2) + head * (M1 + M2)
     store_rows(o_ptr, begin, acc, (1 / total)[:, None], L, H * (M1 + M2), QUERIES, M1, M2)
-    tl.store(log_total_ptr + (row * H + head) * L + query, peak + tl.log2(total), mask=query < L)
+    tl.store(log_total_ptr + (row * H + head) * L + query - (S - L), peak + tl.log2(total), mask=query < S)

@@ -59,17 +59,17 @@ def tiles(kind: str | None, C: int, M: int, dtype) -> tuple[Tile, Tile, Tile]:
     return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1) if blackwell else Tile(64, 64, 8, 1 if ampere else 2)
 
 
-def attention(q_BLHC, k_BLGC, v_BLGM, *, scale, segments=None, window=None, sinks_H=None):
+def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sinks_H=None):
     borders = None if segments is None else (jnp.asarray(segments.starts_BL), jnp.asarray(segments.ends_BL))
-    return _attend(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, float(scale), window)
+    return _attend(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, float(scale), window)
 
 
-def _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window):
+def _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window):
     """What all kernels take, and the tiles of each."""
     L, H, C = q_BLHC.shape[1:]
-    G, M = v_BLGM.shape[2:]
+    S, G, M = v_BSGM.shape[1:]
     (C1, C2), (M1, M2) = _parts(C), _parts(M)
-    constants = {"L": L, "H": H, "G": G, "C1": C1, "C2": C2, "M1": M1, "M2": M2, "SCALE": scale, "WINDOW": min(window or 0, L)}
+    constants = {"L": L, "S": S, "H": H, "G": G, "C1": C1, "C2": C2, "M1": M1, "M2": M2, "SCALE": scale, "WINDOW": min(window or 0, S)}
     constants |= {"PACKED": borders is not None, "PRECISION": "tf32x3" if q_BLHC.dtype == jnp.float32 else "tf32"}
     return constants, tiles(gpu.device_kind(), C, M, q_BLHC.dtype)
 
@@ -80,24 +80,24 @@ def _parts(width: int) -> tuple[int, int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
-    return _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window)[0]
+def _attend(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
+    return _save(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window)[0]
 
 
-def _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
+def _save(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
     B, L, H, _ = q_BLHC.shape
-    constants, (tile, _, _) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
+    constants, (tile, _, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
     starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders  # not read where there are none
     o_BLHM, log_total_BHL = launch(
         triton_forward.forward,
         q_BLHC,
-        k_BLGC,
-        v_BLGM,
+        k_BSGC,
+        v_BSGM,
         q_BLHC if sinks_H is None else sinks_H,
         starts_BL,
         ends_BL,
         out_type=[
-            jax.ShapeDtypeStruct((B, L, H, v_BLGM.shape[3]), q_BLHC.dtype),
+            jax.ShapeDtypeStruct((B, L, H, v_BSGM.shape[3]), q_BLHC.dtype),
             jax.ShapeDtypeStruct((B, H, L), jnp.float32),
         ],
         grid=(triton.cdiv(L, tile.queries), H, B),
@@ -106,19 +106,19 @@ def _save(q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, scale, window):
         **tile.launched(),
     )
     o_BLHM, log_total_BHL = checkpoint_name((o_BLHM, log_total_BHL), saved.ATTENTION)
-    return o_BLHM, (q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL)
+    return o_BLHM, (q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, o_BLHM, log_total_BHL)
 
 
 def _grads(scale, window, kept, do_BLHM):
-    q_BLHC, k_BLGC, v_BLGM, sinks_H, borders, o_BLHM, log_total_BHL = kept
+    q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, o_BLHM, log_total_BHL = kept
     B, L, H, _ = q_BLHC.shape
-    constants, (_, tile, _) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
+    constants, (_, tile, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
     starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders
     dq_BLHC, delta_BHL = launch(
         triton_backward.query_gradients,
         q_BLHC,
-        k_BLGC,
-        v_BLGM,
+        k_BSGC,
+        v_BSGM,
         o_BLHM,
         do_BLHM,
         log_total_BHL,
@@ -129,39 +129,39 @@ def _grads(scale, window, kept, do_BLHM):
         **constants,
         **tile.launched(),
     )
-    dk_BLGC, dv_BLGM = _key_gradients(kept, do_BLHM, delta_BHL, scale, window)
+    dk_BSGC, dv_BSGM = _key_gradients(kept, do_BLHM, delta_BHL, scale, window)
     dsinks_H = None
     if sinks_H is not None:
         share_BHL = jnp.exp2(sinks_H.astype(jnp.float32)[:, None] * LOG2E - log_total_BHL)
         dsinks_H = -jnp.sum(share_BHL * delta_BHL, axis=(0, 2)).astype(sinks_H.dtype)
-    return dq_BLHC, dk_BLGC, dv_BLGM, dsinks_H, None
+    return dq_BLHC, dk_BSGC, dv_BSGM, dsinks_H, None
 
 
 def _key_gradients(kept, do_BLHM, delta_BHL, scale, window):
-    q_BLHC, k_BLGC, v_BLGM, _, borders, _, log_total_BHL = kept
-    B, L, G, _ = k_BLGC.shape
-    constants, (_, _, tile) = _constants(q_BLHC, k_BLGC, v_BLGM, borders, scale, window)
-    num_tiles = triton.cdiv(L, tile.keys)
+    q_BLHC, k_BSGC, v_BSGM, _, borders, _, log_total_BHL = kept
+    B, S, G, _ = k_BSGC.shape
+    constants, (_, _, tile) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
+    num_tiles = triton.cdiv(S, tile.keys)
     splits = num_splits(num_tiles * G * B, q_BLHC.shape[2] // G)
-    out_dtype = k_BLGC.dtype if splits == 1 else jnp.float32
-    dk_SBLGC, dv_SBLGM = launch(
+    out_dtype = k_BSGC.dtype if splits == 1 else jnp.float32
+    dk_ZBSGC, dv_ZBSGM = launch(
         triton_backward.key_gradients,
         q_BLHC,
-        k_BLGC,
-        v_BLGM,
+        k_BSGC,
+        v_BSGM,
         do_BLHM,
         log_total_BHL,
         delta_BHL,
         q_BLHC if borders is None else borders[1],
-        out_type=[jax.ShapeDtypeStruct((splits, *like.shape), out_dtype) for like in (k_BLGC, v_BLGM)],
+        out_type=[jax.ShapeDtypeStruct((splits, *like.shape), out_dtype) for like in (k_BSGC, v_BSGM)],
         grid=(num_tiles, G * splits, B),
         SPLITS=splits,
         **constants,
         **tile.launched(),
     )
     if splits == 1:
-        return dk_SBLGC[0], dv_SBLGM[0]
-    return dk_SBLGC.sum(axis=0).astype(k_BLGC.dtype), dv_SBLGM.sum(axis=0).astype(v_BLGM.dtype)
+        return dk_ZBSGC[0], dv_ZBSGM[0]
+    return dk_ZBSGC.sum(axis=0).astype(k_BSGC.dtype), dv_ZBSGM.sum(axis=0).astype(v_BSGM.dtype)
 
 
 def num_splits(programs: int, heads_per_key: int) -> int:

@@ -1,7 +1,7 @@
 """Pieces of the attention kernels: tiles of rows, their products, and which keys a tile of queries sees.
 
 A width that is no power of two is two parts, e.g. 192 = 128 + 64: a `rows` here is a pair of tiles, the second one unused where
-SECOND is 0.
+SECOND is 0. A row has S keys, and the queries are its last L positions: queries are numbered as keys are, from S - L on.
 """
 
 # pyright: reportArgumentType=false
@@ -97,23 +97,23 @@ def add_mix(total, weights, rows, SECOND: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
-def first_visible(starts_ptr, ends_ptr, row, query, L: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
-    """First key that each query sees; L where there is none (padding, beyond the row)."""
-    real, first = query < L, tl.zeros_like(query)
+def first_visible(starts_ptr, ends_ptr, row, query, S: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
+    """First key that each query sees; S where there is none (padding, beyond the row)."""
+    real, first = query < S, tl.zeros_like(query)
     if PACKED:
-        first = tl.load(starts_ptr + row * L + query, mask=query < L, other=0)
-        real = query < tl.load(ends_ptr + row * L + query, mask=query < L, other=0)
+        first = tl.load(starts_ptr + row * S + query, mask=query < S, other=0)
+        real = query < tl.load(ends_ptr + row * S + query, mask=query < S, other=0)
     if WINDOW > 0:
         first = tl.maximum(first, query - (WINDOW - 1))
-    return tl.where(real, first, L)
+    return tl.where(real, first, S)
 
 
 @triton.jit
-def last_visible(ends_ptr, row, key, L: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
+def last_visible(ends_ptr, row, key, S: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
     """One past the last query that sees each key; not beyond the key itself where there is none (padding, beyond the row)."""
-    last = tl.full(key.shape, L, tl.int32)
+    last = tl.full(key.shape, S, tl.int32)
     if PACKED:
-        last = tl.load(ends_ptr + row * L + key, mask=key < L, other=0)
+        last = tl.load(ends_ptr + row * S + key, mask=key < S, other=0)
     if WINDOW > 0:
         last = tl.minimum(last, key + WINDOW)
     return last

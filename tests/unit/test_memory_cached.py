@@ -1,0 +1,205 @@
+"""A cached value stands in for the computation in forward, and never for another one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from moejax.config.training import LossConfig
+from moejax.data.batch import Batch
+from moejax.memory.cached import Recall, cached, fingerprint
+from moejax.model import language_model
+from moejax.model.objective import switches_for
+from moejax.model.transformer import Below
+from moejax.parallel.mesh import mesh_from
+from moejax.train.prefix import prefix_gradients
+from moejax.train.step import gradients
+
+
+class Dict(dict):
+    """The least that a store is. It does not look at versions."""
+
+    def get(self, key, version):
+        return super().get(key)
+
+    def put(self, key, version, value):
+        self[key] = value
+
+
+def double(weight_D, x_BD, ids_B):
+    return jnp.tanh(x_BD * weight_D), ids_B + 1
+
+
+def test_forward_takes_the_value_and_backward_the_inputs():
+    weight_D, x_BD, ids_B = jnp.arange(1.0, 4.0), jnp.ones((2, 3)), jnp.arange(2)
+    planted = jnp.full((2, 3), 7.0), ids_B
+
+    def loss(weight_D, value, run):
+        out_BD, _ = run(value, (weight_D, x_BD, ids_B))
+        return jnp.sum(out_BD * jnp.arange(3.0))
+
+    run = lambda _, inputs: double(*inputs)
+    want = jax.grad(loss)(weight_D, planted, run)
+    value, (grad, of_value) = jax.value_and_grad(loss, argnums=(0, 1), allow_int=True)(weight_D, planted, cached(double))
+    assert value == 7 * 2 * 3  # whatever it is given
+    np.testing.assert_array_equal(grad, want)
+    assert not np.asarray(of_value[0]).any()
+    forward = jax.jit(functools.partial(loss, run=cached(double))).lower(weight_D, planted).compile()
+    assert "tanh" not in forward.as_text()
+
+
+def test_a_stale_or_foreign_entry_is_not_used():
+    store, calls = Dict(), []
+
+    def make(number):
+        calls.append(number)
+        return {"x": jnp.full(2, float(number))}
+
+    recall = Recall(store, "version 1")
+    for number in (1, 2, 1):
+        np.testing.assert_array_equal(recall(f"key {number}", lambda number=number: make(number))["x"], np.full(2, number))
+    assert calls == [1, 2] and (recall.hits, recall.misses, recall.refused) == (1, 2, 0)
+    store["key 1"] = store["key 2"]  # planted: another input's
+    np.testing.assert_array_equal(recall("key 1", lambda: make(1))["x"], np.full(2, 1))
+    newer = Recall(store, "version 2")  # all that is there is of older weights
+    np.testing.assert_array_equal(newer("key 2", lambda: make(3))["x"], np.full(2, 3))
+    np.testing.assert_array_equal(newer("key 2", lambda: make(4))["x"], np.full(2, 3))
+    assert calls == [1, 2, 1, 3] and recall.refused == newer.refused == newer.hits == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
+def test_a_fingerprint_changes_with_one_bit_one_place_and_one_name_and_not_with_the_mesh(dtype):
+    weights = {"a": np.arange(64).reshape(8, 8).astype(dtype), "b": np.zeros(3, dtype)}
+    want = fingerprint(weights)
+    places = jax.sharding.NamedSharding(mesh_from(fsdp=4), jax.sharding.PartitionSpec("fsdp"))
+    assert fingerprint(weights | {"a": jax.device_put(weights["a"], places)}) == want
+    changed = weights["a"].copy()
+    changed[3, 4] = 1
+    swapped = weights["a"].copy()
+    swapped[0, [0, 1]] = swapped[0, [1, 0]]
+    others = weights | {"a": changed}, weights | {"a": swapped}, {"a": weights["a"], "c": weights["b"]}, weights | {"b": np.zeros(4, dtype)}
+    assert len({want, *map(fingerprint, others)}) == 5
+
+
+DENSE = {"feed_forwards": ("dense",), "moe": tiny.MoEConfig(), "dense_hidden": 32, "scan_layers": False, "precision": tiny.FLOAT64}
+"""Loops are counted once in a program's FLOPs, so there are none: no scan over layers, no experts."""
+FROZEN = tiny.model("kda", "gqa", "gqa", **DENSE)
+"""Two frozen layers below one that learns."""
+
+
+@functools.cache
+def frozen_gradients(with_cache):
+    """Gradients of what learns, by path; and the FLOPs of the compiled program."""
+    batch, losses = tiny.batch(rows=2), LossConfig()
+    learns = lambda path: path.startswith(("head/2", "final_norm", "unembed"))
+    with jax.enable_x64(True), jax.set_mesh(mesh_from()):
+        params = tiny.weights(FROZEN)
+        below = jax.jit(lambda params: language_model.lower(FROZEN, params, batch, num_stages=2))(params) if with_cache else None
+
+        def run(params, below):
+            below = None if below is None else Below(below, 2)
+            batches = jax.tree.map(lambda array: array[None], batch)
+            loss, grads, _ = gradients(FROZEN, losses, params, batches, switches_for(losses), below=below)
+            return loss, {path: grad for path, grad in flat(grads).items() if learns(path)}
+
+        compiled = jax.jit(run, compiler_options=tiny.QUICK_TO_COMPILE).lower(params, below).compile()
+        return jax.device_get(compiled(params, below)), compiled.cost_analysis()["flops"]
+
+
+def flat(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_layers_below_the_first_that_learns_are_left_out_and_gradients_stay():
+    (want_loss, want), want_flops = frozen_gradients(False)
+    (loss, grads), flops = frozen_gradients(True)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    error, path = tiny.worst(grads, want)
+    assert error < 1e-9, path
+    assert flops < 0.85 * want_flops, (flops, want_flops)
+
+
+def test_frozen_stages_are_those_below_the_first_weight_that_learns():
+    config = tiny.model("kda", "gqa", "kda", "gqa", "mla")  # two stacked units, and a tail
+    trainable = lambda *paths: jax.tree_util.tree_map_with_path(
+        lambda path, _: any(wanted in jax.tree_util.keystr(path, simple=True, separator="/") for wanted in paths),
+        language_model.shapes(config),
+    )
+    assert language_model.num_frozen(config, trainable("tail/0/mixer/out")) == 1
+    assert language_model.num_frozen(config, trainable("unit/0")) == 0
+    assert language_model.num_frozen(config, trainable("final_norm")) == 2
+    assert language_model.num_frozen(config, trainable("embed/", "tail")) == 0
+
+
+SHARED, RECURRENT = tiny.model("gqa", "gqa", **DENSE), tiny.model("kda", "gqa", **DENSE)
+SHARED_EXPERTS = tiny.model("kda", "gqa", "kda", "gqa", "mla", precision=tiny.FLOAT64)
+PREFIX, SUFFIX, NUM_MICROBATCHES = 32, 4, 3
+"""Two prompts, and three answers to each, one a microbatch."""
+
+
+def prompts_and_answers():
+    """Prompts, answers behind them, and the same documents written out."""
+    rng = np.random.default_rng(0)
+    tokens_ABL = rng.integers(0, 64, (NUM_MICROBATCHES, 2, PREFIX + SUFFIX))
+    tokens_ABL[:, :, :PREFIX] = tokens_ABL[0, :, :PREFIX]
+    build = lambda tokens_BL, **where: Batch.build(tokens_BL, np.zeros(tokens_BL.shape, int), **where)
+    stack = lambda batches: jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+    whole = stack(build(tokens_BL) for tokens_BL in tokens_ABL)
+    whole = dataclasses.replace(whole, weights_BL=whole.weights_BL * (np.arange(PREFIX + SUFFIX) >= PREFIX))
+    answers = stack(build(tokens_BL[:, PREFIX:], start_B=[PREFIX] * 2) for tokens_BL in tokens_ABL)
+    return build(tokens_ABL[0, :, :PREFIX]), answers, whole
+
+
+@functools.cache
+def shared_gradients(config, way, lowest=0):
+    """Loss, gradients and FLOPs; layers of `head` from `lowest` on share what the prompt left. way None: documents written out."""
+    prefix, answers, whole = prompts_and_answers()
+    losses, shared = LossConfig(), lambda section, place: section != "head" or int(place) >= lowest
+
+    def run(params):
+        if way is None:
+            return gradients(config, losses, params, whole, switches_for(losses))[:2]
+        switches, unroll = switches_for(losses, past_keys=PREFIX), NUM_MICROBATCHES
+        return prefix_gradients(config, losses, params, prefix, answers, switches, way=way, shared=shared, unroll=unroll)[:2]
+
+    with jax.enable_x64(True), jax.set_mesh(mesh_from()):
+        params = tiny.weights(config, bias=0.1)
+        compiled = jax.jit(run, compiler_options=tiny.QUICK_TO_COMPILE).lower(params).compile()
+        return jax.device_get(compiled(params)), compiled.cost_analysis()["flops"]
+
+
+def check_shared(config, way, lowest):
+    (want_loss, want), _ = shared_gradients(config, None)
+    (loss, grads), flops = shared_gradients(config, way, lowest)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    error, path = tiny.worst(grads, want)
+    assert error < 1e-9, path
+    return flops
+
+
+def test_a_prompt_that_answers_share_is_computed_once():
+    once, upper = check_shared(SHARED, "once", 0), check_shared(SHARED, "once", 1)  # `upper`: the lower layer is run by each microbatch
+    written_out = NUM_MICROBATCHES * shared_gradients(SHARED, None)[1]  # its loop over microbatches is counted once
+    tokens = (PREFIX + NUM_MICROBATCHES * SUFFIX) / (NUM_MICROBATCHES * (PREFIX + SUFFIX))
+    assert once < 1.25 * tokens * written_out, (once, written_out)  # answers attend to more keys than the prompt does
+    assert once < upper < written_out
+
+
+def test_a_prompt_is_shared_by_states_too():
+    check_shared(RECURRENT, "once", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "lowest"), [("each", 0), ("rebuild", 0), ("rebuild", 1)])
+def test_every_way_has_the_gradients_of_documents_written_out(way, lowest):
+    check_shared(RECURRENT, way, lowest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["each", "rebuild", "once"])
+def test_prompts_are_shared_in_stacked_layers_with_experts(way):
+    check_shared(SHARED_EXPERTS, way, 0)
