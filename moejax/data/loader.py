@@ -10,6 +10,7 @@ from moejax.config.errors import ConfigError
 from moejax.data.batch import Batch
 from moejax.data.mixture import SplitName, epoch_length, open_splits, require_targets, token_stream
 from moejax.data.packing import Packer, StateMismatchError, fill, fill_trees
+from moejax.data.prefixes import Sharing
 from moejax.data.tokenizers import load_tokenizer
 from moejax.data.windows import Lanes
 
