@@ -15,7 +15,7 @@ IGNORED = -100
 """A target that counts nowhere, whatever its weight."""
 LEAST_BYTES = 32 * 2**20
 """Logits and their gradients may fill as much at a time in any case; half of the hidden states' gradient where that is more."""
-FEW_TOKENS = 256
+FEW_TOKENS = 1024
 """With fewer at a time, the passes over the whole head cost more than making the logits a second time."""
 FEW_COLUMNS = 1024
 """With fewer at a time, the passes over the hidden states' gradient would."""
