@@ -29,6 +29,8 @@ class Output:
     """Reports of the layers, a tree by section and place; `unit` entries are stacked along the depth."""
     logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
     """Soft cap of the logits; 0: none."""
+    tied: bool = dataclasses.field(default=False, metadata={"static": True})
+    """unembed_DV is the transpose of the embedding."""
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def forward(config: ModelConfig, params: dict, batch, switches: Switches = Switc
     model = nnx.merge(graph, state)
     context = Context(segments=batch.segments, positions_BL=batch.positions_BL, switches=switches, control=control)
     hidden_BLD, aux = model(batch.tokens_BL, context)
-    return Output(hidden_BLD, model.unembed_DV(), aux, config.logit_cap)
+    return Output(hidden_BLD, model.unembed_DV(), aux, config.logit_cap, config.tie_embeddings)
 
 
 def cross_entropy_sums(
@@ -96,6 +98,7 @@ def cross_entropy_sums(
         cross_entropy,
         z_coef=z_coef,
         logit_cap=output.logit_cap,
+        tied=output.tied,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
         gradients=gradients,

@@ -80,7 +80,7 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding(gradients):
         tokens_BL = np.random.default_rng(1).integers(0, V, (B, L))
 
         def ours(embed_VD):
-            options = {"chunk_tokens": 4, "chunk_vocab": 5, "gradients": gradients}
+            options = {"chunk_tokens": 4, "chunk_vocab": 5, "gradients": gradients, "tied": True}
             return cross_entropy(jnp.sin(embed_VD[tokens_BL]), embed_VD.T, targets_BL, weights_BL, **options).loss_sum
 
         def theirs(embed_VD):
