@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import scripts
 
 from moejax.losses.cross_entropy import FEW_COLUMNS, LEAST_BYTES, chunks, cross_entropy
 
@@ -181,3 +182,13 @@ def test_the_chosen_chunks_are_few_and_fit():
 def test_an_unknown_way_is_named():
     with pytest.raises(ValueError, match="gradients='backward' must be 'forward' or 'recompute'"):
         cross_entropy(*arrays("float32"), gradients="backward")
+
+
+def test_the_ways_of_the_experiment_compute_the_same():
+    with scripts("experiments/loss_chunks", "run") as (module,):
+        arrays = module.draw(module.shapes(24, 2000, 8, jnp.float32))
+        ways = {name: jax.jit(way)(*arrays) for name, way in module.ways(24, 2000).items()}
+    value, (dhidden_BLD, dunembed_DV) = ways.pop("plain")
+    for got in ways.values():
+        for ours, theirs in zip(jax.tree.leaves(got), (value, dhidden_BLD, dunembed_DV), strict=False):
+            close(ours, theirs, 2e-6)  # float32
