@@ -15,7 +15,7 @@ IGNORED = -100
 """A target that counts nowhere, whatever its weight."""
 LEAST_BYTES = 32 * 2**20
 """Logits and their gradients may fill as much at a time in any case; half of the hidden states' gradient where that is more."""
-FEW_TOKENS = 256
+FEW_TOKENS = 1024
 """With fewer at a time, the passes over the whole head cost more than making the logits a second time."""
 FEW_COLUMNS = 1024
 """With fewer at a time, the passes over the hidden states' gradient would."""
@@ -47,6 +47,7 @@ def cross_entropy(
     gradients: Literal["forward", "recompute"] = "forward",
     vocab_axis: str | None = None,
     width_axes: tuple[str, ...] = (),
+    tied: bool = False,
     implementation: Implementation = "xla",
 ) -> CrossEntropy:
     """Sums of the next-token loss, in a scan over chunks of L, and inside each over pieces of the vocabulary.
@@ -70,6 +71,7 @@ def cross_entropy(
         where shard_map or `pcast` sums them.
       width_axes: inside shard_map over rows, those of the mesh axes that split D of the head too. The sums are those of all their devices.
         Pieces are gathered in the hidden states' dtype where they are used, gradients scattered in float32; one piece is gathered once.
+      tied: unembed_DV is the transpose of an embedding [V, D]; no transposed copy of it, or of its gradient, is made.
       implementation: of `logit_sums` and `logit_gradients`. "triton_gpu" writes no float32 logits, and always takes four products.
 
     Source: gradients in the forward sweep as in Liger Kernel, Hsu et al. 2024 (arXiv 2410.10989); streaming over the vocabulary as in
@@ -78,15 +80,16 @@ def cross_entropy(
     if gradients not in ("forward", "recompute"):
         raise ValueError(f"cross_entropy: gradients={gradients!r} must be 'forward' or 'recompute'.")
     wide = jnp.promote_types(hidden_BLD.dtype, jnp.float32)
-    z_coef, targets_BL = jnp.asarray(z_coef, wide), jnp.asarray(targets_BL)
+    z_coef, targets_BL = jnp.asarray(z_coef, wide), jnp.asarray(targets_BL).astype(jnp.int32)
     weights_BL = jnp.where(targets_BL == IGNORED, 0, jnp.asarray(weights_BL).astype(wide))
     tokens, piece = chunks(hidden_BLD, unembed_DV, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
     in_pieces = piece < unembed_DV.shape[1]
+    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else (), tied, implementation)
     if width_axes and not in_pieces:
         unembed_DV = jax.lax.all_gather(unembed_DV, width_axes, axis=0, tiled=True)
-    how = Vocabulary(piece, logit_cap, vocab_axis, width_axes if in_pieces else (), implementation)
+    head = unembed_DV.T if tied else unembed_DV
     statics = _Statics(tokens, how, gradients, (hidden_BLD.dtype, unembed_DV.dtype))
-    sums = _sums(statics, *vary_alike(hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef))
+    sums = _sums(statics, *vary_alike(hidden_BLD, head, targets_BL, weights_BL, z_coef))
     # devices on one axis hold parts of the same tokens' loss, on the others different tokens; all have the same cotangent, as their sum has
     sums = jax.lax.psum(sums, (vocab_axis, *width_axes) if vocab_axis else width_axes)
     return CrossEntropy(*sums, jax.lax.psum(weights_BL.sum(), width_axes))
@@ -137,15 +140,15 @@ class _Wanted:
     """Whose gradient is asked for."""
 
     hidden: bool
-    unembed: bool
+    head: bool
 
 
-def _values(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _values(statics: _Statics, hidden_BLD, head, targets_BL, weights_BL, z_coef) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This device's loss_sum, nll_sum, z_sum; the gradient is that of the first."""
 
     def one_chunk(_, chunk):
         hidden_BCD, targets_BC, weights_BC = chunk
-        return None, _parts(statics.how, vocabulary.read(statics.how, hidden_BCD, unembed_DV, targets_BC), weights_BC, z_coef).sums_2
+        return None, _parts(statics.how, vocabulary.read(statics.how, hidden_BCD, head, targets_BC), weights_BC, z_coef).sums_2
 
     _, sums_N2 = _over_tokens(statics, one_chunk, None, (hidden_BLD, targets_BL, weights_BL))
     return _with_loss(sums_N2, z_coef)
@@ -153,26 +156,26 @@ def _values(statics: _Statics, hidden_BLD, unembed_DV, targets_BL, weights_BL, z
 
 def _save(statics: _Statics, *primals):
     """The sums, and what the backward pass needs: the gradients themselves, or what they are made from."""
-    hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef = (primal.value for primal in primals)
+    hidden_BLD, head, targets_BL, weights_BL, z_coef = (primal.value for primal in primals)
     wanted = _Wanted(primals[0].perturbed, primals[1].perturbed)
     forward = statics.gradients == "forward"
 
-    def one_chunk(dunembed_DV, chunk):
+    def one_chunk(dhead, chunk):
         hidden_BCD, targets_BC, weights_BC = chunk
-        seen = vocabulary.read(statics.how, hidden_BCD, unembed_DV, targets_BC)
+        seen = vocabulary.read(statics.how, hidden_BCD, head, targets_BC)
         parts = _parts(statics.how, seen, weights_BC, z_coef)
         if not forward:
-            return dunembed_DV, (parts, seen.lse_BC)
-        dhidden_BCD, dunembed_DV = _chunk_gradients(statics, wanted, chunk, unembed_DV, z_coef, seen, dunembed_DV)
-        return dunembed_DV, (parts, dhidden_BCD)
+            return dhead, (parts, seen.lse_BC)
+        dhidden_BCD, dhead = _chunk_gradients(statics, wanted, chunk, head, z_coef, seen, dhead)
+        return dhead, (parts, dhidden_BCD)
 
-    start = _zeros_DV(unembed_DV, hidden_BLD, weights_BL) if forward and wanted.unembed else None
-    dunembed_DV, (parts, rest_NBC) = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL))
+    start = _zeros(head, hidden_BLD, weights_BL) if forward and wanted.head else None
+    dhead, (parts, rest_NBC) = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL))
     sums = _with_loss(parts.sums_2, z_coef)
     rest_BL, loss_BL = (_join(array_NBC, hidden_BLD.shape[1]) for array_NBC in (rest_NBC, parts.loss_BC))
     if forward:
-        return sums, (rest_BL, dunembed_DV, loss_BL, sums[2])
-    inputs = (hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef)
+        return sums, (rest_BL, dhead, loss_BL, sums[2])
+    inputs = (hidden_BLD, head, targets_BL, weights_BL, z_coef)
     return sums, (wanted, inputs, rest_BL, loss_BL, sums[2])
 
 
@@ -184,37 +187,33 @@ def _grads(statics: _Statics, saved, cotangents):
     else:
         wanted, inputs, lse_BL, loss_BL, z_sum = saved
         of_weights = _again(statics, wanted, *inputs, lse_BL)
-    dhidden_BLD, dunembed_DV = (
-        None if x is None else (scale * x).astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True)
-    )
-    return dhidden_BLD, dunembed_DV, None, scale * loss_BL, scale * z_sum
+    dhidden_BLD, dhead = (None if x is None else (scale * x).astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True))
+    return dhidden_BLD, dhead, None, scale * loss_BL, scale * z_sum
 
 
 _sums = jax.custom_vjp(_values, nondiff_argnums=(0,))
 _sums.defvjp(_save, _grads, symbolic_zeros=True)
 
 
-def _again(statics: _Statics, wanted: _Wanted, hidden_BLD, unembed_DV, targets_BL, weights_BL, z_coef, lse_BL):
+def _again(statics: _Statics, wanted: _Wanted, hidden_BLD, head, targets_BL, weights_BL, z_coef, lse_BL):
     """Gradients of hidden states and head, from the logsumexp that the forward pass found."""
 
-    def one_chunk(dunembed_DV, chunk):
+    def one_chunk(dhead, chunk):
         *chunk, lse_BC = chunk
         seen = vocabulary.Seen(lse_BC, None, None)
-        dhidden_BCD, dunembed_DV = _chunk_gradients(statics, wanted, chunk, unembed_DV, z_coef, seen, dunembed_DV)
-        return dunembed_DV, dhidden_BCD
+        dhidden_BCD, dhead = _chunk_gradients(statics, wanted, chunk, head, z_coef, seen, dhead)
+        return dhead, dhidden_BCD
 
-    start = _zeros_DV(unembed_DV, hidden_BLD, weights_BL) if wanted.unembed else None
-    dunembed_DV, dhidden_NBCD = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL, lse_BL))
-    return _join(dhidden_NBCD, hidden_BLD.shape[1]), dunembed_DV
+    start = _zeros(head, hidden_BLD, weights_BL) if wanted.head else None
+    dhead, dhidden_NBCD = _over_tokens(statics, one_chunk, start, (hidden_BLD, targets_BL, weights_BL, lse_BL))
+    return _join(dhidden_NBCD, hidden_BLD.shape[1]), dhead
 
 
-def _chunk_gradients(statics: _Statics, wanted: _Wanted, chunk, unembed_DV, z_coef, seen: vocabulary.Seen, dunembed_DV):
+def _chunk_gradients(statics: _Statics, wanted: _Wanted, chunk, head, z_coef, seen: vocabulary.Seen, dhead):
     """The hidden states' gradient of one chunk, and the head's with this chunk's added."""
     hidden_BCD, targets_BC, weights_BC = chunk
     slope_BC = weights_BC * (1 + 2 * z_coef * seen.lse_BC)
-    return vocabulary.gradients(
-        statics.how, hidden_BCD, unembed_DV, targets_BC, seen, slope_BC, weights_BC, dunembed_DV=dunembed_DV, of_hidden=wanted.hidden
-    )
+    return vocabulary.gradients(statics.how, hidden_BCD, head, targets_BC, seen, slope_BC, weights_BC, dhead=dhead, of_hidden=wanted.hidden)
 
 
 class _Parts(NamedTuple):
@@ -240,9 +239,9 @@ def _with_loss(sums_N2, z_coef):
     return nll_sum + z_coef * z_sum, nll_sum, z_sum
 
 
-def _zeros_DV(unembed_DV, hidden_BLD, weights_BL):
-    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.promote_types(unembed_DV.dtype, weights_BL.dtype))
-    return vary_alike(zeros_DV, hidden_BLD, unembed_DV)[0]
+def _zeros(head, hidden_BLD, weights_BL):
+    zeros = jnp.zeros(head.shape, jnp.promote_types(head.dtype, weights_BL.dtype))
+    return vary_alike(zeros, hidden_BLD, head)[0]
 
 
 def _over_tokens(statics: _Statics, function, carry, arrays):

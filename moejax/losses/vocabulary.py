@@ -21,8 +21,15 @@ class Vocabulary(NamedTuple):
     """Mesh axis over which the head's columns are spread, inside shard_map; each device streams its own."""
     width_axes: tuple[str, ...] = ()
     """Mesh axes over which the head's rows are spread; each piece is gathered, and its gradient scattered."""
+    tied: bool = False
+    """The head is an embedding [V, D] and not [D, V]: pieces are cut from it as it lies, since a transposed copy would be as large."""
     implementation: Implementation = "xla"
     """Of logit_sums and logit_gradients."""
+
+    @property
+    def dim(self) -> int:
+        """The head's dim of columns; the other one is D."""
+        return 0 if self.tied else 1
 
 
 class Seen(NamedTuple):
@@ -46,15 +53,15 @@ class _Piece(NamedTuple):
     """The last piece begins early to be as wide as the others; so many columns were seen before and count no more. None: all are new."""
 
 
-def read(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC) -> Seen:
+def read(how: Vocabulary, hidden_BCD, head, targets_BC) -> Seen:
     """One product with the head: the logsumexp of each token's logits, streamed with a running maximum, and its target's logit."""
-    keep = _num_pieces(how, unembed_DV) == 1 and how.implementation == "xla"
+    keep = _num_pieces(how, head) == 1 and how.implementation == "xla"
     logits_BCV = None
 
     def look(carry, i):
         nonlocal logits_BCV
         peak_BC, total_BC, target_BC = carry
-        piece = _piece(how, i, hidden_BCD.dtype, unembed_DV, targets_BC)
+        piece = _piece(how, i, hidden_BCD.dtype, head, targets_BC)
         if keep:
             logits_BCV = xla.logits(hidden_BCD, piece.weight_DV, logit_cap=how.logit_cap)
             more = reference.sums_of(logits_BCV, piece.targets_BC, None)
@@ -66,8 +73,8 @@ def read(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC) -> Seen:
         return higher_BC, total_BC, target_BC + more.target_T
 
     zeros_BC = jnp.zeros(hidden_BCD.shape[:2], jnp.promote_types(hidden_BCD.dtype, jnp.float32))
-    start, _ = vary_alike((zeros_BC - jnp.inf, zeros_BC, zeros_BC), (hidden_BCD, unembed_DV, targets_BC))
-    peak_BC, total_BC, target_BC = _over_pieces(how, unembed_DV, look, start)
+    start, _ = vary_alike((zeros_BC - jnp.inf, zeros_BC, zeros_BC), (hidden_BCD, head, targets_BC))
+    peak_BC, total_BC, target_BC = _over_pieces(how, head, look, start)
     if how.axis:
         highest_BC = jax.lax.pmax(peak_BC, how.axis)
         total_BC = jax.lax.psum(total_BC * jnp.exp(peak_BC - highest_BC), how.axis)
@@ -75,25 +82,25 @@ def read(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC) -> Seen:
     return Seen(peak_BC + jnp.log(total_BC), target_BC, logits_BCV)
 
 
-def gradients(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC, seen: Seen, slope_BC, weights_BC, *, dunembed_DV, of_hidden: bool):
+def gradients(how: Vocabulary, hidden_BCD, head, targets_BC, seen: Seen, slope_BC, weights_BC, *, dhead, of_hidden: bool):
     """Gradients of a loss whose gradient to the logits is slope * softmax - weights * (1 at the target).
 
     Two products with the head, and one more where the logits were not kept.
 
     Args:
-      dunembed_DV: what the head's gradient is added to, at least float32; None: it is not asked for.
+      dhead: what the head's gradient is added to, at least float32; None: it is not asked for.
       of_hidden: whether the hidden states' is.
 
     Returns:
-      dhidden_BCD at least float32, from this device's columns alone, or None; and dunembed_DV.
+      dhidden_BCD at least float32, from this device's columns alone, or None; and dhead.
     """
     wide = slope_BC.dtype
     zeros_BCD = jnp.zeros(hidden_BCD.shape, wide) if of_hidden else None
-    start, _ = vary_alike((zeros_BCD, dunembed_DV), (hidden_BCD, unembed_DV, slope_BC))
+    start, _ = vary_alike((zeros_BCD, dhead), (hidden_BCD, head, slope_BC))
 
     def add(carry, i):
-        dhidden_BCD, dunembed_DV = carry
-        piece = _piece(how, i, hidden_BCD.dtype, unembed_DV, targets_BC)
+        dhidden_BCD, dhead = carry
+        piece = _piece(how, i, hidden_BCD.dtype, head, targets_BC)
         of_tokens = (piece.targets_BC, seen.lse_BC, slope_BC, weights_BC)
         if seen.logits_BCV is None:
             options = {"skip": piece.skip, "logit_cap": how.logit_cap, "implementation": how.implementation}
@@ -102,35 +109,36 @@ def gradients(how: Vocabulary, hidden_BCD, unembed_DV, targets_BC, seen: Seen, s
             dlogits_BCV = reference.gradients_of(seen.logits_BCV, *of_tokens, None, logit_cap=how.logit_cap).astype(hidden_BCD.dtype)
         if dhidden_BCD is not None:
             dhidden_BCD += jnp.einsum("bcv,dv->bcd", dlogits_BCV, piece.weight_DV, preferred_element_type=wide)
-        if dunembed_DV is not None:
-            more_DV = jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV, preferred_element_type=dunembed_DV.dtype)
+        if dhead is not None:
+            product = "bcd,bcv->vd" if how.tied else "bcd,bcv->dv"
+            more = jnp.einsum(product, hidden_BCD, dlogits_BCV, preferred_element_type=dhead.dtype)
             if how.width_axes:
-                more_DV = jax.lax.psum_scatter(more_DV, how.width_axes, scatter_dimension=0, tiled=True)
-            sum_DV = jax.lax.dynamic_slice_in_dim(dunembed_DV, piece.start, how.piece, 1) + more_DV
-            dunembed_DV = jax.lax.dynamic_update_slice_in_dim(dunembed_DV, sum_DV, piece.start, 1)
-        return dhidden_BCD, dunembed_DV
+                more = jax.lax.psum_scatter(more, how.width_axes, scatter_dimension=1 - how.dim, tiled=True)
+            more += jax.lax.dynamic_slice_in_dim(dhead, piece.start, how.piece, how.dim)
+            dhead = jax.lax.dynamic_update_slice_in_dim(dhead, more, piece.start, how.dim)
+        return dhidden_BCD, dhead
 
-    return _over_pieces(how, unembed_DV, add, start)
-
-
-def _num_pieces(how: Vocabulary, unembed_DV) -> int:
-    return -(-unembed_DV.shape[1] // how.piece)
+    return _over_pieces(how, head, add, start)
 
 
-def _over_pieces(how: Vocabulary, unembed_DV, function, carry):
+def _num_pieces(how: Vocabulary, head) -> int:
+    return -(-head.shape[how.dim] // how.piece)
+
+
+def _over_pieces(how: Vocabulary, head, function, carry):
     """The carry after `function(carry, i)` of each piece."""
-    num_pieces = _num_pieces(how, unembed_DV)
+    num_pieces = _num_pieces(how, head)
     if num_pieces == 1:
         return function(carry, 0)
     return jax.lax.scan(lambda carry, i: (function(carry, i), None), carry, jnp.arange(num_pieces))[0]
 
 
-def _piece(how: Vocabulary, i, dtype, unembed_DV, targets_BC) -> _Piece:
-    num_columns = unembed_DV.shape[1]
+def _piece(how: Vocabulary, i, dtype, head, targets_BC) -> _Piece:
+    num_columns = head.shape[how.dim]
     start = jnp.minimum(i * how.piece, num_columns - how.piece)
-    weight_DV = jax.lax.dynamic_slice_in_dim(unembed_DV, start, how.piece, 1).astype(dtype)
+    weight = jax.lax.dynamic_slice_in_dim(head, start, how.piece, how.dim).astype(dtype)
     if how.width_axes:
-        weight_DV = jax.lax.all_gather(weight_DV, how.width_axes, axis=0, tiled=True)
+        weight = jax.lax.all_gather(weight, how.width_axes, axis=1 - how.dim, tiled=True)
     first = start + (jax.lax.axis_index(how.axis) * num_columns if how.axis else 0)
     skip = i * how.piece - start if num_columns % how.piece else None
-    return _Piece(weight_DV, start, targets_BC - first, skip)
+    return _Piece(weight.T if how.tied else weight, start, targets_BC - first, skip)

@@ -34,6 +34,8 @@ class Output:
     """What the rows leave for a later batch, if switches.past_keys asks for it."""
     logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
     """Soft cap of the logits; 0: none."""
+    tied: bool = dataclasses.field(default=False, metadata={"static": True})
+    """unembed_DV is the transpose of the embedding."""
 
 
 @functools.cache
@@ -107,7 +109,7 @@ def forward(
     hidden_BLD, aux = model(batch.tokens_BL, context, below)
     aux, layers = pasts.split(aux)
     left = None if switches.past_keys is None else pasts.left(batch, layers, before)
-    return Output(hidden_BLD, model.unembed_DV(), aux, left, config.logit_cap)
+    return Output(hidden_BLD, model.unembed_DV(), aux, left, config.logit_cap, config.tie_embeddings)
 
 
 def lower(
@@ -157,6 +159,7 @@ def cross_entropy_sums(
         cross_entropy,
         z_coef=z_coef,
         logit_cap=output.logit_cap,
+        tied=output.tied,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
         gradients=gradients,

@@ -18,6 +18,7 @@ PLACES = {
     "columns over 4": {"head": P(None, "tensor"), "vocab_axis": "tensor"},
     "rows over 2": {"head": P("fsdp", None), "width_axes": ("fsdp",)},
     "both": {"head": P("fsdp", "tensor"), "vocab_axis": "tensor", "width_axes": ("fsdp",)},
+    "both, tied": {"head": P("fsdp", "tensor"), "vocab_axis": "tensor", "width_axes": ("fsdp",), "tied": True},
 }
 
 
@@ -70,7 +71,7 @@ def test_no_device_ever_holds_the_whole_head_or_its_gradient():
 
 
 def test_a_model_s_loss_and_gradients_are_one_device_s():
-    config, batch = tiny.model("gqa", precision=tiny.FLOAT64), tiny.batch()
+    config, batch = tiny.model("gqa", precision=tiny.FLOAT64, tie_embeddings=True), tiny.batch()
     losses = LossConfig(z_coef=0.01, chunk_vocab=24)
     with jax.enable_x64(True):
         run = lambda **sizes: tiny.gradients(config, losses, tiny.weights(config), batch, **sizes)

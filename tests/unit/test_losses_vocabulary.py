@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import scripts
 
 from moejax.losses.cross_entropy import FEW_COLUMNS, LEAST_BYTES, chunks, cross_entropy
 
@@ -80,7 +81,7 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding(gradients):
         tokens_BL = np.random.default_rng(1).integers(0, V, (B, L))
 
         def ours(embed_VD):
-            options = {"chunk_tokens": 4, "chunk_vocab": 5, "gradients": gradients}
+            options = {"chunk_tokens": 4, "chunk_vocab": 5, "gradients": gradients, "tied": True}
             return cross_entropy(jnp.sin(embed_VD[tokens_BL]), embed_VD.T, targets_BL, weights_BL, **options).loss_sum
 
         def theirs(embed_VD):
@@ -181,3 +182,13 @@ def test_the_chosen_chunks_are_few_and_fit():
 def test_an_unknown_way_is_named():
     with pytest.raises(ValueError, match="gradients='backward' must be 'forward' or 'recompute'"):
         cross_entropy(*arrays("float32"), gradients="backward")
+
+
+def test_the_ways_of_the_experiment_compute_the_same():
+    with scripts("experiments/loss_chunks", "run") as (module,):
+        arrays = module.draw(module.shapes(24, 2000, 8, jnp.float32))
+        ways = {name: jax.jit(way)(*arrays) for name, way in module.ways(24, 2000).items()}
+    value, (dhidden_BLD, dunembed_DV) = ways.pop("plain")
+    for got in ways.values():
+        for ours, theirs in zip(jax.tree.leaves(got), (value, dhidden_BLD, dunembed_DV), strict=False):
+            close(ours, theirs, 2e-6)  # float32
