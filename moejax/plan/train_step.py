@@ -9,7 +9,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.batch import Batch
 from moejax.observe.memory import compiled_bytes, tree_bytes
 from moejax.parallel.mesh import make_mesh
-from moejax.parallel.xla_flags import options_for
+from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
@@ -47,7 +47,7 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh)
         lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
-        flags = options_for(mesh.devices.flat[0])
+        flags = options_for(mesh.devices.flat[0], OFFLOADING if choices.chosen_bytes("offload") else TABLE)
         compiled = lowered.compile(compiler_options=flags.taken)
     spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"
     lines = [
