@@ -44,6 +44,17 @@ TABLE = (
         "gather that is under way takes an exchange of the MoE chain its place beside the matmuls",
     ),
 )
+OFFLOADING = (
+    *TABLE,
+    Flag(
+        name="xla_gpu_experimental_parallel_async_compute_limit",
+        value=64,
+        since="0.11.2",
+        why="slices that come from the host count as asynchronous computations, of which two may be under way: with the default the third of a "
+        "layer's results waits for the first instead of for its layer (tests/aot/test_offload.py)",
+    ),
+)
+"""For programs that copy between the memories of device and host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.batch import Batch
 from moejax.observe.memory import compiled_bytes, tree_bytes
 from moejax.parallel.mesh import make_mesh
-from moejax.parallel.xla_flags import options_for
+from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
 from moejax.train.placement import batch_shapes
@@ -49,7 +49,7 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
         trees = {"parent": [{}] * len(zeros_BL), "num_segments": config.data.row_segments} if config.data.share_prefixes else {}
         batch = Batch.build(zeros_BL, zeros_BL, **trees)
         lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation))
-        flags = options_for(mesh.devices.flat[0])
+        flags = options_for(mesh.devices.flat[0], OFFLOADING if choices.chosen_bytes("offload") else TABLE)
         compiled = lowered.compile(compiler_options=flags.taken)
     spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"
     lines = [

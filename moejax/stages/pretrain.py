@@ -36,7 +36,7 @@ from moejax.observe.progress import ProgressBar
 from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
-from moejax.parallel.xla_flags import options_for
+from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
@@ -104,12 +104,12 @@ class Run:
         self.model = config.model
         self.mesh = make_mesh(config.mesh)
         self.main = jax.process_index() == 0
-        self.flags = options_for(jax.local_devices()[0])
         self.folder = Path(config.out_dir) / config.name
         self.steps: dict[float, Any] = {}
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
         self.choices = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model)
+        self.flags = options_for(jax.local_devices()[0], OFFLOADING if self.choices.chosen_bytes("offload") else TABLE)
         self.program_of = lambda model: make_program(
             model, config.losses, config.optim, config.train, saved=self.choices.saved, windows=config.data.windows
         )

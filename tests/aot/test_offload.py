@@ -53,6 +53,7 @@ MEMORY = {
     "fast": MemoryConfig(),
     "balanced": MemoryConfig(preset="balanced"),
     "lean": MemoryConfig(preset="lean"),
+    "lean, layer inputs on the host": MemoryConfig(preset="lean", offload=("layer_input",)),
     "balanced, on the host": MemoryConfig(preset="balanced", offload=("layer_input", "attention", "chunk_states", "mixer_out", "latent")),
 }
 

@@ -104,5 +104,5 @@ def test_flags_that_the_compiler_does_not_know_are_told_and_left_out():
 
 def test_this_jaxlib_takes_the_whole_table():
     (device,) = devices(TARGETS["h200"], 1)
-    options = xla_flags.options_for(device)
-    assert list(options.taken) == [flag.name for flag in xla_flags.wanted(xla_flags.JAXLIB)] and not options.rejected
+    options = xla_flags.options_for(device, xla_flags.OFFLOADING)
+    assert list(options.taken) == [flag.name for flag in xla_flags.wanted(xla_flags.JAXLIB, xla_flags.OFFLOADING)] and not options.rejected

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from moejax.parallel.xla_flags import TABLE, Flag, Options, options_for, wanted
+from moejax.parallel.xla_flags import OFFLOADING, Flag, Options, options_for, wanted
 
 FLAGS = (
     Flag(name="old", value=True, since="0.4.0", until="0.7.0", why=""),
@@ -31,7 +31,7 @@ def test_what_is_taken_and_what_is_rejected_is_printed():
 
 
 def test_a_name_stands_once_for_each_version_and_says_why():
-    assert all(flag.why for flag in TABLE)
-    for flag in TABLE:
-        names = [other.name for other in wanted(flag.since)]
+    assert all(flag.why for flag in OFFLOADING)
+    for flag in OFFLOADING:
+        names = [other.name for other in wanted(flag.since, OFFLOADING)]
         assert names.count(flag.name) == 1
