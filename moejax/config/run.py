@@ -89,6 +89,7 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_indexer(config)
     _check_prefixes(config)
     _check_windows(config)
+    _check_frozen_cache(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 
@@ -211,6 +212,14 @@ def _check_windows(config: RunConfig) -> None:
         not train.carry_keys or bool(mixers - {"kda", "gdn"}),
         f"train.carry_keys={train.carry_keys}, but no layer of the model has keys to carry ({sorted(mixers)}); 0 fits.",
     )
+
+
+def _check_frozen_cache(config: RunConfig) -> None:
+    size, accumulation = config.train.frozen_cache_mib, config.train.accumulation
+    if not size:
+        return
+    require(accumulation == 1, f"train.frozen_cache_mib={size} takes one microbatch, train.accumulation={accumulation}; 1 fits.")
+    require(not config.data.windows, f"train.frozen_cache_mib={size} keeps rows that begin anew, and data.windows=True lets them go on.")
 
 
 def indexer_paths(model: ModelConfig) -> list[str]:

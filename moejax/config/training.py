@@ -138,6 +138,9 @@ class TrainConfig:
     linear attention, which always go on. Exact where it covers a layer's window, or the document."""
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
+    frozen_cache_mib: int = 0
+    """With train_only: MiB of host memory for what the layers below the first one that learns make of rows, found again when a row comes
+    by again; 0: they are computed in every step."""
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only."""
     eval_batches: int = 8
@@ -158,6 +161,7 @@ class TrainConfig:
             steps=">= 1",
             accumulation=">= 1",
             carry_keys=">= 0",
+            frozen_cache_mib=">= 0 (0: nothing is kept)",
             eval_every=">= 0 (0: at the end only)",
             eval_batches=">= 1",
             log_every=">= 1",

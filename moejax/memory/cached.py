@@ -58,24 +58,26 @@ class Recall:
         """
         self._store, self.version = store, version
         self.hits, self.misses, self.refused = 0, 0, 0
-        """Values found; computed; and of the latter those for which the store gave one that carries another key or version."""
+        """Values found; to be computed; and of the latter those for which the store gave one that carries another key or version."""
 
-    def __call__(self, key: str, make: Callable[[], Any]) -> Any:
-        """The value of `make()`, as the store gives it back if it is there.
+    def find(self, key: str) -> Any:
+        """The value that was kept under this key, or None if it has to be computed.
 
         Args:
-          key: hash of all that `make` depends on besides the weights.
+          key: hash of all that the value depends on besides the weights.
         """
-        label, found = _label(key, self.version), self._store.get(key, self.version)
+        found = self._store.get(key, self.version)
         if found is not None:
-            if np.array_equal(np.asarray(found["label"]), label):
+            if np.array_equal(np.asarray(found["label"]), _label(key, self.version)):
                 self.hits += 1
                 return found["value"]
             self.refused += 1
         self.misses += 1
-        value = make()
-        self._store.put(key, self.version, {"label": label, "value": value})
-        return value
+        return None
+
+    def keep(self, key: str, value: Any) -> None:
+        """Puts what was computed where `find` looks for it."""
+        self._store.put(key, self.version, {"label": _label(key, self.version), "value": value})
 
 
 def _label(key: str, version: str) -> np.ndarray:

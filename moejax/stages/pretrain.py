@@ -25,6 +25,8 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
+from moejax.memory.sizing import TierLimits
+from moejax.memory.store import Store
 from moejax.model.counting import train_flops_per_token
 from moejax.observe import run_folder
 from moejax.observe.compile_log import ReplicationError, refuse_replication
@@ -39,6 +41,7 @@ from moejax.parallel.processes import DisagreementError, agree, initialize, simu
 from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
+from moejax.train.frozen import FrozenLayers
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
@@ -126,6 +129,7 @@ class Run:
         )
         self.stop = StopSignal(config.checkpoint.term_timeout_s)
         self.eval_program: jax.stages.Compiled | None = None
+        self.frozen: FrozenLayers | None = None
 
     def open(self, split) -> Loader:
         """This process's rows of a split."""
@@ -142,6 +146,9 @@ class Run:
                 f"data      {len(self.loader.skipped)} files are no UTF-8 text and are left out: {names}{', ...' * (len(self.loader.skipped) > 3)}"
             )
         state = self.load(found)
+        if mib := self.config.train.frozen_cache_mib:
+            store = Store(host=TierLimits(limit_bytes=mib * 2**20))
+            self.frozen = FrozenLayers(self.model, self.config.losses, state.params, num_stages=self.program.num_frozen, store=store)
         if found is not None and (changed := run_folder.changes(self.folder, to_json(self.config))):
             self.say(f"config    differs from the one the run had before: {', '.join(changed)}")
         # what is written about a run is written once its start is not refused
@@ -161,11 +168,12 @@ class Run:
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
 
-    def step_for(self, state: TrainState, batches, capacity_factor: float | None = None):
+    def step_for(self, state: TrainState, batches, capacity_factor: float | None = None, below: tuple = ()):
         """The compiled step whose buffers hold what the layers may fill; one for each size of buffer, compiled when it is first needed.
 
         Args:
           capacity_factor: the largest of a layer; None: ask the state.
+          below: what frozen layers made of the batch, if that is handed to the step.
         """
         adaptive, size = self.config.model.moe.adaptive, self.config.model.moe.capacity_factor
         if adaptive.highest:
@@ -175,7 +183,7 @@ class Run:
             config = self.config
             if adaptive.highest:
                 self.program = self.program_of(with_capacity(config.model, size))
-            self.steps[size] = self.compile(state, batches)
+            self.steps[size] = self.compile(state, batches, below)
             self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
             self.say(f"saved     {summary(self.choices)}")
             if adaptive.highest:
@@ -195,12 +203,12 @@ class Run:
             state = dataclasses.replace(state, params=params, opt_state=opt_state)
         return state, values
 
-    def compile(self, state: TrainState, batches):
+    def compile(self, state: TrainState, batches, below: tuple = ()):
         """The compiled step; XLA replicating a tensor by itself is an error."""
         options = dict(self.flags.taken)
         if self.config.train.deterministic and jax.default_backend() == "gpu":
             options["xla_gpu_deterministic_ops"] = True
-        lowered = self.program.lower(state, batches)
+        lowered = self.program.lower(state, batches, *below)
         with refuse_replication():
             compiled = lowered.compile(compiler_options=options)
         agree("train step", fingerprint(lowered))
@@ -332,13 +340,14 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
         for step in range(first + 1, config.train.steps + 1):
             with timer.part("data"):
                 batches = job.next_batch()
-            compiled = job.step_for(state, batches, capacity)
+                below = () if job.frozen is None else (job.frozen(state.params, batches),)
+            compiled = job.step_for(state, batches, capacity, below)
             if step == first + 1:
                 timer.lap()
             profiler.before(step)
             with timer.part("compute"):
-                state, out = compiled(state, batches)
-                values = {name: float(value) for name, value in out.scalars.items()}
+                state, out = compiled(state, batches, *below)
+                values = {name: float(value) for name, value in out.scalars.items()} | (job.frozen.metrics() if job.frozen else {})
             capacity = values.get("capacity_factor_max")
             profiler.after(step)
             if config.model.moe.copies.every and step % config.model.moe.copies.every == 0:

@@ -122,6 +122,7 @@ def test_capacities_copies_and_homes_go_on_as_they_were(config, tmp_path):
     assert all(array.size for array in want.values())
 
 
+@pytest.mark.slow
 def test_windows_go_on_over_a_restart_bit_for_bit(config, tmp_path):
     """Documents of 300 letters and more in windows of 32; what the rows left is in the checkpoint."""
     config = dataclasses.replace(

@@ -239,6 +239,12 @@ UNRESOLVED = [
     (RunConfig(name="a", model=DSA, train=TrainConfig(train_only="(")), 8, ["train.train_only='('", "regular expression"]),
     (RunConfig(name="a", train=TrainConfig(carry_keys=4)), 8, ["train.carry_keys=4", "ignored", "data.windows is False"]),
     (
+        RunConfig(name="a", train=TrainConfig(frozen_cache_mib=4, accumulation=2)),
+        8,
+        ["train.frozen_cache_mib=4", "train.accumulation=2", "1 fits"],
+    ),
+    (RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(frozen_cache_mib=4)), 8, ["frozen_cache_mib=4", "data.windows"]),
+    (
         RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(accumulation=2)),
         8,
         ["data.windows", "train.accumulation=2", "1 fits"],
