@@ -180,8 +180,8 @@ def test_a_block_is_held_out_as_a_whole(config):
 
 def test_no_document_is_lost_where_the_last_block_is_short(config):
     short = 0
-    for size in (7, 9, 11, 13, 17, 19):
-        (documents,) = open_splits(blocks := dataclasses.replace(written(config), shuffle_block=size))["heldout"]
+    for size in (7, 9, 11, 13, 17):
+        (documents,) = open_splits(blocks := dataclasses.replace(written(config), shuffle_block=size, heldout_percent=50))["heldout"]
         short += any(len(documents.block(number)) < size for number in range(documents.num_blocks))
         assert texts(whole(blocks)) == sorted(list(documents[index].text.encode()) for index in range(len(documents)))
     assert short

@@ -56,7 +56,7 @@ def run(config, losses, batch, **kwargs):
 
 
 def same(ours, theirs, tolerance=1e-9):
-    """Loss and gradients; the issue asks for 1e-9, seen are 1e-14 (sums in another order)."""
+    """Loss and gradients; seen are 3e-15 (sums in another order), asked for is 1e-9."""
     assert abs(float(ours[0] - theirs[0])) <= tolerance * abs(float(theirs[0]))
     assert tiny.worst(ours[1], theirs[1])[0] < tolerance, tiny.worst(ours[1], theirs[1])
 
