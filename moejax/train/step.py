@@ -47,7 +47,7 @@ def gradients(
     num_microbatches = batches.tokens_BL.shape[0]
     hold = lambda weight, learns: weight if learns else jax.lax.stop_gradient(weight)
     held = lambda params: params if trainable is None else jax.tree.map(hold, params, trainable)
-    run = lambda params, batch, *, control: objective(config, losses, held(params), batch, whole, switches, control=control)
+    run = lambda params, batch, **told: objective(config, losses, held(params), batch, whole, switches, **told)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
         run_first = lambda params: run(params, first, control=control, past=past, below=below)
@@ -147,9 +147,16 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    below, past = None if below is None else Below(below, num_frozen), state.past or None
     loss, grads, report = gradients(
-        config, losses, state.params, batches, switches, control=control, trainable=trainable, past=past, below=below
+        config,
+        losses,
+        state.params,
+        batches,
+        switches,
+        control=control,
+        trainable=trainable,
+        past=state.past or None,
+        below=None if below is None else Below(below, num_frozen),
     )
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
