@@ -91,8 +91,8 @@ def cross_entropy(
     statics = _Statics(tokens, how, gradients, (hidden_BLD.dtype, unembed_DV.dtype))
     sums = _sums(statics, *vary_alike(hidden_BLD, head, targets_BL, weights_BL, z_coef))
     # devices on one axis hold parts of the same tokens' loss, on the others different tokens; all have the same cotangent, as their sum has
-    sums = jax.lax.psum(sums, (vocab_axis, *width_axes) if vocab_axis else width_axes)
-    return CrossEntropy(*sums, jax.lax.psum(weights_BL.sum(), width_axes))
+    loss_sum, nll_sum, z_sum = jax.lax.psum(sums, (vocab_axis, *width_axes) if vocab_axis else width_axes)
+    return CrossEntropy(loss_sum, nll_sum, z_sum, jax.lax.psum(weights_BL.sum(), width_axes))
 
 
 def chunks(hidden_BLD, unembed_DV, *, chunk_tokens: int = 0, chunk_vocab: int = 0) -> tuple[int, int]:
@@ -180,13 +180,13 @@ def _save(statics: _Statics, *primals):
 
 
 def _grads(statics: _Statics, saved, cotangents):
-    of_loss, of_nll, of_z = (jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
+    of_loss, of_nll, of_z = (0.0 if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
     scale = jnp.where((of_nll == 0) & (of_z == 0), of_loss, jnp.nan)
     if statics.gradients == "forward":
         *of_weights, loss_BL, z_sum = saved
     else:
         wanted, inputs, lse_BL, loss_BL, z_sum = saved
-        of_weights = _again(statics, wanted, *inputs, lse_BL)
+        of_weights = _again(statics, wanted, inputs, lse_BL)
     dhidden_BLD, dhead = (None if x is None else (scale * x).astype(dtype) for x, dtype in zip(of_weights, statics.dtypes, strict=True))
     return dhidden_BLD, dhead, None, scale * loss_BL, scale * z_sum
 
@@ -195,8 +195,9 @@ _sums = jax.custom_vjp(_values, nondiff_argnums=(0,))
 _sums.defvjp(_save, _grads, symbolic_zeros=True)
 
 
-def _again(statics: _Statics, wanted: _Wanted, hidden_BLD, head, targets_BL, weights_BL, z_coef, lse_BL):
+def _again(statics: _Statics, wanted: _Wanted, inputs, lse_BL):
     """Gradients of hidden states and head, from the logsumexp that the forward pass found."""
+    hidden_BLD, head, targets_BL, weights_BL, z_coef = inputs
 
     def one_chunk(dhead, chunk):
         *chunk, lse_BC = chunk

@@ -1,6 +1,6 @@
 """Logits of some tokens, one piece of the vocabulary after the other: what they sum to, and the products that their gradients enter."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
     """What all logits of some tokens tell, the same on all devices of the vocabulary's axis."""
 
     lse_BC: jax.Array
-    target_BC: jax.Array | None
+    target_BC: Any
     """The target's logit; 0 where the target is no token."""
     logits_BCV: jax.Array | None
     """Kept where there is one piece alone and XLA makes it, so that nobody makes them twice."""

@@ -10,8 +10,10 @@ from moejax.config.training import LossConfig
 from moejax.model import language_model
 from moejax.parallel.mesh import mesh_from
 
-CONFIG = tiny.model("gqa", precision=tiny.FLOAT64, logit_cap=3.0)
+CONFIG = tiny.model("gqa", precision=tiny.FLOAT64, logit_cap=3.0, tie_embeddings=True)
 SEQUENCES = LossConfig(z_coef=0.01, average="sequences", chunk_tokens=5, chunk_vocab=24)
+SPREAD = {"fsdp": 2, "expert": 2, "accumulation": 2}
+"""The head lies in four parts, the rows of each microbatch too."""
 
 
 def odd_batch():
@@ -44,7 +46,7 @@ def run(losses, batch, **kwargs):
 def test_every_document_counts_the_same_on_every_mesh_and_in_microbatches():
     batch = odd_batch()
     weights_BL, number = by_document(batch)
-    got = run(SEQUENCES, batch, data=2, expert=2, accumulation=2)
+    got = run(SEQUENCES, batch, **SPREAD)
     want = run(LossConfig(z_coef=0.01, chunk_vocab=64), dataclasses.replace(batch, weights_BL=weights_BL))
     assert weights_BL.sum() == number > 8
     assert abs(float(got[0] - want[0])) <= 1e-12 * float(want[0])
@@ -62,6 +64,6 @@ def test_every_document_counts_the_same_on_every_mesh_and_in_microbatches():
 
 def test_a_batch_that_is_ignored_as_a_whole_has_no_loss_and_no_gradient():
     batch = tiny.batch()
-    loss, grads, report = run(SEQUENCES, dataclasses.replace(batch, targets_BL=np.full_like(batch.targets_BL, -100)))
+    loss, grads, report = run(SEQUENCES, dataclasses.replace(batch, targets_BL=np.full_like(batch.targets_BL, -100)), **SPREAD)
     assert loss == 0 and report.nll == 0
     assert not any(grad.any() for grad in jax.tree.leaves(grads))

@@ -148,7 +148,7 @@ def _gradients(
 
 def logit_sums(hidden_TD, weight_DV, targets_T, skip, *, logit_cap):
     num_tokens, columns = targets_T.size, weight_DV.shape[1]
-    pieces = triton.cdiv(columns, _tiling(hidden_TD.dtype).columns)
+    pieces = triton.cdiv(columns, _tiling(hidden_TD.dtype, hidden_TD.shape[-1]).columns)
     like = jax.ShapeDtypeStruct((3, pieces, num_tokens), jnp.float32)
     peaks_PT, totals_PT, targets_PT = _launch(_sums, hidden_TD, weight_DV, like, (targets_T.astype(jnp.int32),), skip, logit_cap)
     peak_T = peaks_PT.max(0)
@@ -165,7 +165,7 @@ def logit_gradients(hidden_TD, weight_DV, targets_T, lse_T, slope_T, weights_T, 
 
 def _launch(kernel, hidden_TD, weight_DV, like, of_tokens, skip, logit_cap):
     width, columns = weight_DV.shape
-    num_tokens, tiling = of_tokens[0].size, _tiling(hidden_TD.dtype)
+    num_tokens, tiling = of_tokens[0].size, _tiling(hidden_TD.dtype, width)
     (out,) = launch(
         kernel,
         hidden_TD.reshape(num_tokens, width),
@@ -189,7 +189,9 @@ def _launch(kernel, hidden_TD, weight_DV, like, of_tokens, skip, logit_cap):
     return out
 
 
-def _tiling(dtype) -> Tiling:
+def _tiling(dtype, width: int) -> Tiling:
     if dtype == jnp.float32:
         return Tiling(64, 64, 32, num_warps=4, num_stages=2)
+    if width % 64:  # the masks of a ragged depth take registers, and a B200 has none left
+        return Tiling(64, 128, 64, num_warps=8, num_stages=3)
     return Tiling(128, 128, 64, num_warps=8, num_stages=3)
