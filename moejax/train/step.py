@@ -138,8 +138,10 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     control = told(config, state.control, step=state.step)
-    below = None if below is None else Below(below, num_frozen)
-    loss, grads, report = gradients(config, losses, state.params, batches, switches, control=control, past=state.past or None, below=below)
+    stages_below = None if below is None else Below(below, num_frozen)
+    loss, grads, report = gradients(
+        config, losses, state.params, batches, switches, control=control, past=state.past or None, below=stages_below
+    )
     clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
