@@ -220,6 +220,9 @@ def _check_frozen_cache(config: RunConfig) -> None:
         return
     require(accumulation == 1, f"train.frozen_cache_mib={size} takes one microbatch, train.accumulation={accumulation}; 1 fits.")
     require(not config.data.windows, f"train.frozen_cache_mib={size} keeps rows that begin anew, and data.windows=True lets them go on.")
+    require(
+        not config.train.debug, f"train.frozen_cache_mib={size} leaves layers out of the step, and train.debug=True looks at all of them."
+    )
 
 
 def indexer_paths(model: ModelConfig) -> list[str]:

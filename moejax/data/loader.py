@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from typing import Any
 
 from grain.experimental import ThreadPrefetchDatasetIterator
 
@@ -116,7 +117,7 @@ class _Prefetch(ThreadPrefetchDatasetIterator):
 class _Batches:
     """Iterator of this process's rows, as grain's prefetching thread takes it."""
 
-    def __init__(self, packer: Packer | Lanes, config: DataConfig, rows: slice):
+    def __init__(self, packer: Any, config: DataConfig, rows: slice):  # a Packer, or Lanes
         self._packer, self._config, self._rows = packer, config, rows
 
     def __iter__(self) -> "_Batches":

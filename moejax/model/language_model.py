@@ -94,7 +94,7 @@ def forward(
             f"of a batch (below is {'given' if below is not None else 'None'}) is that of rows that begin anew. Give one of the two."
         )
     model = _model(config, params)
-    before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys)
+    before = None if past is None else pasts.before(past, batch, num_keys=switches.past_keys or 0)
     context = Context(
         segments=batch.segments,
         positions_BL=batch.positions_BL,

@@ -74,7 +74,7 @@ def extend(context: Context, **now) -> tuple[dict, dict]:
 
 def start(context: Context, name: str):
     """The state that rows start from, zeros in those that begin anew; None without a past."""
-    if context.past is None:
+    if context.past is None or context.before is None:
         return None
     state = context.past[name]
     return jnp.where(context.before.goes_on_B.reshape(-1, *(1,) * (state.ndim - 1)), state, 0)

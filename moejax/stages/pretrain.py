@@ -147,7 +147,7 @@ class Run:
             )
         state = self.load(found)
         if mib := self.config.train.frozen_cache_mib:
-            store = Store(host=TierLimits(limit_bytes=mib * 2**20))
+            store = Store(host=TierLimits(limit_bytes=mib * 2**20, start_bytes=mib * 2**20))
             self.frozen = FrozenLayers(self.model, self.config.losses, state.params, num_stages=self.program.num_frozen, store=store)
         if found is not None and (changed := run_folder.changes(self.folder, to_json(self.config))):
             self.say(f"config    differs from the one the run had before: {', '.join(changed)}")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from moejax.memory.cached import cached
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import objective, totals
+from moejax.model.past import Past
 
 Way = Literal["each", "rebuild", "once"]
 
@@ -52,7 +53,7 @@ def prefix_gradients(
     """
     whole = totals(batches)
 
-    run_prefix: Callable[[dict], Any] = lambda params: language_model.forward(config, params, prefix, switches, control=control).past
+    run_prefix = functools.partial(_run_prefix, config, prefix, switches, control)
     leave = lambda params: _select(run_prefix(params).layers, shared)
     ends = jax.tree.map(jax.lax.stop_gradient, dataclasses.replace(run_prefix(params), layers={}))
 
@@ -77,6 +78,13 @@ def prefix_gradients(
         grads, of_given = grads
         grads = jax.tree.map(jnp.add, grads, pull(of_given)[0])
     return loss, grads, report
+
+
+def _run_prefix(config: ModelConfig, prefix, switches: Switches, control: dict | None, params: dict) -> Past:
+    past = language_model.forward(config, params, prefix, switches, control=control).past
+    if past is None:
+        raise ValueError(f"prefix_gradients: switches.past_keys is None; the prefix's length, {prefix.tokens_BL.shape[1]}, fits.")
+    return past
 
 
 def _select(layers: dict, wanted: Callable[[str, str], bool]) -> dict:

@@ -8,11 +8,15 @@ import pytest
 import tiny
 
 from moejax.config.errors import ConfigError
-from moejax.config.training import LossConfig
+from moejax.config.training import LossConfig, TrainConfig
 from moejax.memory.sizing import TierLimits
 from moejax.memory.store import Store
 from moejax.model import language_model
+from moejax.parallel.mesh import mesh_from
 from moejax.train.frozen import FrozenLayers
+from moejax.train.placement import batch_shapes
+from moejax.train.program import make_program
+from moejax.train.state import placed_shapes
 
 CONFIG = tiny.model("gqa", "gqa", feed_forwards=("dense",), dense_hidden=16, moe=tiny.MoEConfig(), scan_layers=False)
 STACKED = tiny.model("gqa", "kda", "gqa", "kda", "gqa")
@@ -52,6 +56,19 @@ def test_steps_from_the_store_are_steps_that_compute_everything(config, top, mes
     assert frozen.metrics() == {"frozen_hits": 1.0 + 8 + 8 + 6, "frozen_misses": 8.0 + 7 + 2, "frozen_refused": 0.0}
     error, path = tiny.worst(state.params, want.params)
     assert error < 2e-6, path  # float32, fused otherwise
+
+
+def test_the_compiled_step_holds_no_frozen_layer():
+    program = make_program(CONFIG, LossConfig(), tiny.SGD, TrainConfig(train_only="^(head/1|final_norm|unembed)"))
+    mesh, options = mesh_from(), tiny.QUICK_TO_COMPILE
+    with jax.set_mesh(mesh):
+        state = placed_shapes(CONFIG, program.optimizer, mesh)
+        batches = batch_shapes(tiny.batch(), mesh, accumulation=1)
+        lower = jax.jit(lambda params: language_model.lower(CONFIG, params, tiny.batch(), num_stages=program.num_frozen))
+        flops = lambda lowered: lowered.compile(compiler_options=options).cost_analysis()["flops"]
+        whole, of_layers = flops(program.lower(state, batches)), flops(lower.lower(state.params))
+        rest = flops(program.lower(state, batches, jax.eval_shape(lower, state.params)))
+    assert rest < whole - 0.9 * of_layers, (rest, whole, of_layers)
 
 
 def test_what_moves_frozen_layers_is_refused():

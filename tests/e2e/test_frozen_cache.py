@@ -16,7 +16,7 @@ from moejax.stages.pretrain import run
 
 @pytest.mark.slow
 def test_losses_are_those_of_a_run_without_the_cache(tmp_path):
-    """Documents of exactly three rows, so that rows come again however documents are shuffled; 3 to 4 steps are an epoch."""
+    """Documents of exactly three rows, so that rows come again however documents are shuffled; 4 steps or 5 are an epoch."""
     path = commands.write_config(tmp_path, text=str(tmp_path / "few" / "*.txt"))
     (tmp_path / "few").mkdir()
     rng = np.random.default_rng(0)
@@ -42,5 +42,5 @@ def test_losses_are_those_of_a_run_without_the_cache(tmp_path):
         lines = [line for line in metrics.read(tmp_path / f"{mib}" / config.name) if "loss_nats" in line]
         losses[mib] = [line["loss_nats"] for line in lines]
     np.testing.assert_allclose(losses[4], losses[0], rtol=1e-6)  # float32, compiled in two programs
-    assert lines[-1]["frozen_hits"] > 2 * 8 and lines[-1]["frozen_misses"] < 9 * 8 / 2
-    assert lines[-1]["frozen_refused"] == 0
+    hits, misses = lines[-1]["frozen_hits"], lines[-1]["frozen_misses"]
+    assert hits + misses == 9 * 8 and misses <= 12 * 3 and lines[-1]["frozen_refused"] == 0

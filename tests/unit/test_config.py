@@ -243,6 +243,7 @@ UNRESOLVED = [
         8,
         ["train.frozen_cache_mib=4", "train.accumulation=2", "1 fits"],
     ),
+    (RunConfig(name="a", train=TrainConfig(frozen_cache_mib=4, debug=True)), 8, ["frozen_cache_mib=4", "train.debug=True"]),
     (RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(frozen_cache_mib=4)), 8, ["frozen_cache_mib=4", "data.windows"]),
     (
         RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(accumulation=2)),
