@@ -6,6 +6,7 @@ from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError, regular_expression, require
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
+from moejax.config.tiers import TiersConfig
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
 
 
@@ -29,6 +30,8 @@ class RunConfig:
     """What is minimised."""
     optim: OptimConfig = OptimConfig()
     """How weights move."""
+    tiers: TiersConfig = TiersConfig()
+    """Where the optimizer's state lies."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -84,6 +87,11 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_moe(model, mesh, tokens_per_device=rows // shards * data.seq_len)
     _check_losses(model, config.losses)
     _check_indexer(config)
+    require(
+        not model.moe.copies.move or config.tiers.optimizer == "device",
+        f"model.moe.copies.move=True moves moments between devices, and tiers.optimizer={config.tiers.optimizer!r} keeps them elsewhere; "
+        "model.moe.copies.move=False fits.",
+    )
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 

@@ -31,7 +31,12 @@ def clip_by_global_norm(grads, max_norm: float, *, trainable=None):
     look at the norm before updating.
     """
     norm = global_norm(grads, trainable=trainable)
+    return scaled(grads, norm, max_norm), norm
+
+
+def scaled(grads, norm, max_norm: float):
+    """Gradients, or some of them, scaled by what clips a global norm of `norm`."""
     if max_norm == 0:
-        return grads, norm
+        return grads
     scale = max_norm / jnp.maximum(norm, max_norm)
-    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads), norm
+    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads)

@@ -12,6 +12,7 @@ from moejax.parallel.mesh import make_mesh
 from moejax.parallel.xla_flags import options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
+from moejax.train.file_moments import counts_alone
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
@@ -40,10 +41,12 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     mesh = make_mesh(config.mesh, devices(target, count))
     adaptive = config.model.moe.adaptive.highest
     model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
-    program = make_program(model, config.losses, config.optim, config.train)
+    program = make_program(model, config.losses, config.optim, config.train, config.tiers)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
-        state = placed_shapes(config.model, program.optimizer, mesh)
+        state = placed_shapes(config.model, program.optimizer, mesh, moments_on_host=config.tiers.optimizer == "host")
+        if program.moments_in_files:
+            state = dataclasses.replace(state, opt_state=counts_alone(state.opt_state))
         lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
         flags = options_for(mesh.devices.flat[0])
         compiled = lowered.compile(compiler_options=flags.taken)

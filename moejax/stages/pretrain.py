@@ -25,6 +25,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
+from moejax.memory.shelf import ShelfBusyError
 from moejax.model.counting import train_flops_per_token
 from moejax.observe import run_folder
 from moejax.observe.compile_log import ReplicationError, refuse_replication
@@ -37,12 +38,13 @@ from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
 from moejax.parallel.xla_flags import options_for
+from moejax.stages.tiers import Tiers
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
-from moejax.train.state import TrainState, init_state, placed_shapes
+from moejax.train.state import TrainState
 
 USER_ERRORS = (
     ConfigError,
@@ -51,6 +53,7 @@ USER_ERRORS = (
     LayoutError,
     MissingCheckpointError,
     DisagreementError,
+    ShelfBusyError,
     FileExistsError,
     NotADirectoryError,
     PermissionError,
@@ -105,7 +108,8 @@ class Run:
         self.main = jax.process_index() == 0
         self.flags = options_for(jax.local_devices()[0])
         self.folder = Path(config.out_dir) / config.name
-        self.program = make_program(config.model, config.losses, config.optim, config.train)
+        self.program = make_program(config.model, config.losses, config.optim, config.train, config.tiers)
+        self.tiers = Tiers(config, self.program, self.mesh, self.folder, compiler_options=self.options())
         self.steps: dict[float, Any] = {}
         if adaptive := config.model.moe.adaptive.highest:
             self.model = with_capacity(config.model, adaptive)  # what is not a train step has room for every layer's capacity
@@ -125,6 +129,16 @@ class Run:
     def open(self, split) -> Loader:
         """This process's rows of a split."""
         return Loader(self.config.data, split=split, process_index=jax.process_index(), process_count=jax.process_count())
+
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told with each program of the step."""
+        if self.config.train.deterministic and jax.default_backend() == "gpu":
+            return self.flags.taken | {"xla_gpu_deterministic_ops": True}
+        return dict(self.flags.taken)
+
+    def save(self, steps: int, state: TrainState) -> None:
+        """Starts to write a checkpoint."""
+        self.checkpoints.save(steps, self.tiers.whole(state), {"data": self.loader.state()})
 
     def start(self) -> TrainState:
         """The state to begin with: from a checkpoint, or fresh; either is announced."""
@@ -148,8 +162,9 @@ class Run:
         if found is None:
             self.say(f"start     fresh weights, seed {self.config.train.seed}")
             with refuse_replication():
-                return init_state(self.config.model, self.program.optimizer, self.mesh, self.config.train.seed)
-        state, host = self.checkpoints.restore(found, like=placed_shapes(self.config.model, self.program.optimizer, self.mesh))
+                return self.tiers.fresh(self.config.train.seed)
+        state, host = self.checkpoints.restore(found, like=self.tiers.like())
+        state = self.tiers.resumed(state)
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
@@ -167,9 +182,12 @@ class Run:
         if size not in self.steps:
             config = self.config
             if adaptive.highest:
-                self.program = make_program(with_capacity(config.model, size), config.losses, config.optim, config.train)
-            self.steps[size] = self.compile(state, batches)
-            self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
+                self.program = make_program(with_capacity(config.model, size), config.losses, config.optim, config.train, config.tiers)
+            compiled = self.compile(state, batches)
+            self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+            for line in self.tiers.lines(state):
+                self.say(line)
+            self.steps[size] = self.tiers.step(compiled)
             if adaptive.highest:
                 self.say(
                     f"capacity  buffers for {size:.3g} times the mean rows, one of {', '.join(f'{each:.3g}' for each in adaptive.sizes())}"
@@ -189,12 +207,9 @@ class Run:
 
     def compile(self, state: TrainState, batches):
         """The compiled step; XLA replicating a tensor by itself is an error."""
-        options = dict(self.flags.taken)
-        if self.config.train.deterministic and jax.default_backend() == "gpu":
-            options["xla_gpu_deterministic_ops"] = True
         lowered = self.program.lower(state, batches)
         with refuse_replication():
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=self.options())
         agree("train step", fingerprint(lowered))
         if self.config.observe.dump and self.main:
             (self.folder / "step.hlo.txt").write_text(compiled.as_text() or "")
@@ -266,6 +281,7 @@ class Run:
     def close(self) -> None:
         """Waits for checkpoints, and ends the threads."""
         self.checkpoints.close()
+        self.tiers.close()
         self.loader.close()
         self.stop.close()
 
@@ -285,7 +301,7 @@ def run(config: RunConfig, console: Console) -> Outcome:
         steps = int(state.step)
         job.checkpoints.wait()
         if job.checkpoints.latest() != steps:
-            job.checkpoints.save(steps, state, {"data": job.loader.state()})
+            job.save(steps, state)
         job.checkpoints.wait()
         job.stop.close()  # all is saved: from here on SIGTERM ends the process
         if not finished:
@@ -328,7 +344,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             profiler.after(step)
             if config.model.moe.copies.every and step % config.model.moe.copies.every == 0:
                 state, loads = job.rebalance(state)
-            values |= loads
+            values |= loads | job.tiers.values(state)
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:
@@ -338,7 +354,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
                 )
             with timer.part("checkpoint"):
                 if job.checkpoints.due(step):
-                    job.checkpoints.save(step, state, {"data": job.loader.state()})
+                    job.save(step, state)
             values |= timer.lap()
             values |= job.speed(values)
             due = config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps

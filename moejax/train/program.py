@@ -9,12 +9,16 @@ import jax
 import optax
 
 from moejax.config.model import ModelConfig
+from moejax.config.tiers import TiersConfig
 from moejax.config.training import LossConfig, OptimConfig, TrainConfig
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import switches_for
 from moejax.optim import groups
 from moejax.optim.build import build
+from moejax.optim.pieces import WeightUpdate, cut
+from moejax.train.file_moments import Gradients, gradient_step
+from moejax.train.host_moments import host_step
 from moejax.train.state import TrainState
 from moejax.train.step import StepOutput, train_step
 
@@ -24,36 +28,46 @@ class Program:
     """A step and what belongs to it."""
 
     step: Callable[[TrainState, Any], tuple[TrainState, StepOutput]]
-    """(state, batches) -> (next state, what the step tells); see `train_step`."""
+    """(state, batches) -> (next state, what the step tells); see `train_step`. With moments in files: `gradient_step`."""
     optimizer: optax.GradientTransformation
     """Its init makes the state's moments."""
     rules: Any
     """What each weight is trained with, keyed like the weights."""
     switches: Switches
     """What the model is asked for besides logits."""
+    updates: list[WeightUpdate]
+    """The optimizer's update cut into pieces; [] where it is done as a whole, on moments that lie on the devices."""
+    moments_in_files: bool = False
+    """Whether `step` gives gradients alone, for `FileMoments` to move the weights by."""
 
     def lower(self, state, batches) -> jax.stages.Lowered:
         """The step, lowered for arrays, or their shapes, where they lie; the state's memory is reused for the next one."""
         places = jax.tree.map(lambda array: array.sharding, state)
-        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, None)).lower(state, batches)
+        told = Gradients(places.params, places.step, places.step, None) if self.moments_in_files else None
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(places, told)).lower(state, batches)
 
 
-def make_program(model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig) -> Program:
+def make_program(
+    model: ModelConfig, losses: LossConfig, optim: OptimConfig, train: TrainConfig, tiers: TiersConfig = TiersConfig()
+) -> Program:
     """The step that a config asks for."""
     like = language_model.shapes(model)
     rules = groups.assign(optim, like, train_only=train.train_only)
     optimizer = build(optim, steps=train.steps, params_like=like, train_only=train.train_only)
     switches = switches_for(losses, remat=train.remat == "layer", debug=train.debug)
-    step = functools.partial(
-        train_step,
-        config=model,
-        losses=losses,
-        optimizer=optimizer,
-        clip_norm=optim.clip_norm,
-        trainable=jax.tree.map(lambda rule: rule.trainable, rules),
-        switches=switches,
-    )
-    return Program(step, optimizer, rules, switches)
+    parts = {
+        "config": model,
+        "losses": losses,
+        "trainable": jax.tree.map(lambda rule: rule.trainable, rules),
+        "switches": switches,
+    }
+    if tiers.optimizer == "device":
+        step = functools.partial(train_step, optimizer=optimizer, clip_norm=optim.clip_norm, **parts)
+        return Program(step, optimizer, rules, switches, [])
+    updates = cut(optim, rules, like, steps=train.steps)
+    if tiers.optimizer == "host":
+        return Program(functools.partial(host_step, updates=updates, **parts), optimizer, rules, switches, updates)
+    return Program(functools.partial(gradient_step, **parts), optimizer, rules, switches, updates, moments_in_files=True)
 
 
 def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:

@@ -1,7 +1,7 @@
 """What a run carries from step to step."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from moejax.config.model import ModelConfig
 from moejax.model import language_model
 from moejax.train.control import init_control
+
+Where = Literal["device", "host", "files"]
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +41,10 @@ def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, *
     return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter, control)
 
 
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Moments lie as their weights do; counters are everywhere."""
+def state_shardings(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, *, moments_on_host: bool = False
+) -> TrainState:
+    """Moments lie as their weights do, in device memory or in the host's; counters are everywhere."""
     params, everywhere = language_model.shardings(config, mesh), NamedSharding(mesh, P())
     place_of = {tuple(step.key for step in steps): place for steps, place in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -48,27 +52,31 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
         """optax keeps moments in copies of the weights' tree: the last keys of a moment's path are its weight's path."""
         names = tuple(getattr(step, "key", None) for step in steps)
         found = next((place_of[names[first:]] for first in range(len(names)) if names[first:] in place_of), everywhere)
-        return found if leaf.ndim else everywhere
+        if not leaf.ndim:
+            return everywhere
+        return found.with_memory_kind("pinned_host") if moments_on_host else found
 
     opt_state = jax.tree_util.tree_map_with_path(place, state_shapes(config, optimizer).opt_state)
     control = jax.tree.map(lambda _: everywhere, init_control(config, mesh.shape["expert"]))
     return TrainState(params, opt_state, everywhere, everywhere, everywhere, control)
 
 
-def placed_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def placed_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, *, moments_on_host: bool = False) -> TrainState:
     """Shapes, dtypes and places of a state."""
     return jax.tree.map(
         lambda like, place: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place),
         state_shapes(config, optimizer, num_devices=mesh.shape["expert"]),
-        state_shardings(config, optimizer, mesh),
+        state_shardings(config, optimizer, mesh, moments_on_host=moments_on_host),
     )
 
 
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
-    """A fresh state, made where it lies."""
+def init_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, *, moments: Where = "device"
+) -> TrainState:
+    """A fresh state, made where it lies; {} for moments in files."""
     params = language_model.init(config, mesh, seed)
-    places = state_shardings(config, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    places = state_shardings(config, optimizer, mesh, moments_on_host=moments == "host")
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params) if moments != "files" else {}
     zero = jax.device_put(jnp.zeros((), jnp.int32), places.step)
     control = jax.device_put(init_control(config, mesh.shape["expert"]), places.step)
     return TrainState(params, opt_state, zero, jnp.copy(zero), jnp.copy(zero), control)

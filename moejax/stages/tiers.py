@@ -1,0 +1,75 @@
+"""Where the state of a run's optimizer lies, and its way to the devices, to files and into checkpoints."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from moejax.config.run import RunConfig
+from moejax.memory.shelf import Shelf
+from moejax.observe.memory import tree_bytes
+from moejax.train.file_moments import FileMoments
+from moejax.train.program import Program
+from moejax.train.state import TrainState, init_state, placed_shapes, state_shardings
+
+
+class Tiers:
+    """The three places that `tiers.optimizer` names, as the loop sees them; checkpoints of all are the same."""
+
+    def __init__(self, config: RunConfig, program: Program, mesh: Mesh, folder: Path, *, compiler_options: dict[str, Any]):
+        """
+        Args:
+          folder: the run's.
+
+        Raises:
+          ShelfBusyError: another run keeps its moments in the same files.
+        """
+        self.where, self.model, self.mesh, self.optimizer = config.tiers.optimizer, config.model, mesh, program.optimizer
+        self.files: FileMoments | None = None
+        if self.where == "files":
+            own = Path(config.tiers.folder or folder / "tiers") / f"process{jax.process_index()}"
+            places = state_shardings(self.model, self.optimizer, mesh)
+            self.files = FileMoments(program.updates, places, Shelf(own, ahead=config.tiers.ahead), compiler_options=compiler_options)
+
+    def fresh(self, seed: int) -> TrainState:
+        """The state to begin a run with."""
+        state = init_state(self.model, self.optimizer, self.mesh, seed, moments=self.where)
+        return state if self.files is None else dataclasses.replace(state, opt_state=self.files.begin(state.params))
+
+    def like(self) -> TrainState:
+        """Shapes and places of a whole state, as checkpoints have it; moments that do not lie on the devices are in host memory there."""
+        return placed_shapes(self.model, self.optimizer, self.mesh, moments_on_host=self.where != "device")
+
+    def resumed(self, state: TrainState) -> TrainState:
+        """The state to go on with, from a whole one."""
+        return state if self.files is None else dataclasses.replace(state, opt_state=self.files.take(state.opt_state))
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state with all moments as arrays."""
+        return (
+            state if self.files is None else dataclasses.replace(state, opt_state=self.files.whole(state.opt_state, self.like().opt_state))
+        )
+
+    def step(self, compiled: jax.stages.Compiled):
+        """(state, batches) -> (next state, what the step tells), from the compiled program."""
+        return compiled if self.files is None else self.files.around(compiled)
+
+    def values(self, state: TrainState) -> dict[str, float]:
+        """Metrics: bytes of moments in slower memory (the host's beside its fullest device; this process's files), and of files the seconds
+        that reading and writing took since the last call, and those of them that the step waited for."""
+        if self.files is not None:
+            shelf = self.files.shelf
+            return {"moments_files_bytes": float(shelf.bytes())} | {f"moments_{name}": value for name, value in shelf.seconds().items()}
+        return {"moments_host_bytes": float(tree_bytes(state, on_host=True))} if self.where == "host" else {}
+
+    def lines(self, state: TrainState) -> list[str]:
+        """For a person; none if all is on the devices."""
+        sizes = [value for name, value in self.values(state).items() if name.endswith("_bytes")]
+        return [f"{'tiers':9} moments in {self.where}: {size / 2**20:.1f} MiB" for size in sizes]
+
+    def close(self) -> None:
+        """Ends threads and removes scratch files."""
+        if self.files is not None:
+            self.files.shelf.close()
