@@ -92,6 +92,7 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         f"model.moe.copies.move=True moves moments between devices, and tiers.optimizer={config.tiers.optimizer!r} keeps them elsewhere; "
         "model.moe.copies.move=False fits.",
     )
+    _check_masters(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 
@@ -154,6 +155,20 @@ def _check_losses(model: ModelConfig, losses: LossConfig) -> None:
         losses.index == "none" or any(kind.mixer == "dsa" for kind in model.layers()),
         f"losses.index={losses.index!r}, but the model has no dsa layer.",
     )
+
+
+def _check_masters(config: RunConfig) -> None:
+    precision = config.model.precision
+    if config.tiers.master_weights:
+        require(
+            precision.params != precision.compute,
+            f"tiers.master_weights=True with model.precision.compute={precision.compute!r} = params would copy weights that are not rounded; "
+            "leave it out, or set compute='bfloat16'.",
+        )
+        require(
+            layer_plan(config.model).num_units > 0,
+            "tiers.master_weights=True is built for stacked layers, and this model has none (model.scan_layers, model.mixers); leave it out.",
+        )
 
 
 def _check_indexer(config: RunConfig) -> None:

@@ -12,6 +12,7 @@ from moejax.parallel.mesh import make_mesh
 from moejax.parallel.xla_flags import options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
+from moejax.train.copies import rounded, split_shapes
 from moejax.train.file_moments import counts_alone
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
@@ -45,8 +46,10 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
         state = placed_shapes(config.model, program.optimizer, mesh, moments_on_host=config.tiers.optimizer == "host")
+        if config.tiers.master_weights:
+            state = split_shapes(state, rounded(config.model, program.updates), config.model.precision.compute)
         if program.moments_in_files:
-            state = dataclasses.replace(state, opt_state=counts_alone(state.opt_state))
+            state = dataclasses.replace(state, opt_state=counts_alone(state.opt_state), master={})
         lowered = program.lower(state, batch_shapes(Batch.build(zeros_BL, zeros_BL), mesh, accumulation=config.train.accumulation))
         flags = options_for(mesh.devices.flat[0])
         compiled = lowered.compile(compiler_options=flags.taken)

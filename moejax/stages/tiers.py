@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from moejax.config.run import RunConfig
 from moejax.memory.shelf import Shelf
 from moejax.observe.memory import tree_bytes
+from moejax.train.copies import joined, rounded, split_arrays, split_shapes
 from moejax.train.file_moments import FileMoments
 from moejax.train.program import Program
 from moejax.train.state import TrainState, init_state, placed_shapes, state_shardings
@@ -27,30 +28,43 @@ class Tiers:
           ShelfBusyError: another run keeps its moments in the same files.
         """
         self.where, self.model, self.mesh, self.optimizer = config.tiers.optimizer, config.model, mesh, program.optimizer
+        self.rounded = rounded(self.model, program.updates) if config.tiers.master_weights else frozenset()
+        self.compute = config.model.precision.compute
         self.files: FileMoments | None = None
         if self.where == "files":
             own = Path(config.tiers.folder or folder / "tiers") / f"process{jax.process_index()}"
             places = state_shardings(self.model, self.optimizer, mesh)
-            self.files = FileMoments(program.updates, places, Shelf(own, ahead=config.tiers.ahead), compiler_options=compiler_options)
+            shelf = Shelf(own, ahead=config.tiers.ahead)
+            self.files = FileMoments(program.updates, places, shelf, rounded=self.rounded, compiler_options=compiler_options)
 
     def fresh(self, seed: int) -> TrainState:
         """The state to begin a run with."""
         state = init_state(self.model, self.optimizer, self.mesh, seed, moments=self.where)
-        return state if self.files is None else dataclasses.replace(state, opt_state=self.files.begin(state.params))
+        if self.files is not None:
+            state = dataclasses.replace(state, opt_state=self.files.begin(state.params))
+        return self._split(state)
 
     def like(self) -> TrainState:
-        """Shapes and places of a whole state, as checkpoints have it; moments that do not lie on the devices are in host memory there."""
-        return placed_shapes(self.model, self.optimizer, self.mesh, moments_on_host=self.where != "device")
+        """Shapes and places of a whole state, as checkpoints have it; what does not lie on the devices is in host memory there."""
+        whole = placed_shapes(self.model, self.optimizer, self.mesh, moments_on_host=self.where != "device")
+        return joined(split_shapes(whole, self.rounded, self.compute))
 
     def resumed(self, state: TrainState) -> TrainState:
         """The state to go on with, from a whole one."""
-        return state if self.files is None else dataclasses.replace(state, opt_state=self.files.take(state.opt_state))
+        if self.files is not None:
+            state = dataclasses.replace(state, opt_state=self.files.take(state.params, state.opt_state))
+        return self._split(state)
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with all moments as arrays."""
-        return (
-            state if self.files is None else dataclasses.replace(state, opt_state=self.files.whole(state.opt_state, self.like().opt_state))
-        )
+        """The state with all master weights and moments as arrays."""
+        if self.files is not None:
+            opt_state, masters = self.files.whole(state.opt_state, self.like())
+            state = dataclasses.replace(state, opt_state=opt_state, master=masters)
+        return joined(state)
+
+    def _split(self, state: TrainState) -> TrainState:
+        state = split_arrays(state, self.rounded, self.compute)
+        return state if self.files is None else dataclasses.replace(state, master={})
 
     def step(self, compiled: jax.stages.Compiled):
         """(state, batches) -> (next state, what the step tells), from the compiled program."""

@@ -1,4 +1,4 @@
-"""The step with moments in files: gradients in one program, then weight after weight, layer after layer, moments are read ahead, used by a
+"""The step with moments, and master weights, in files: gradients in one program, then weight after weight, layer after layer, moments are read ahead, used by a
 small program, and written behind."""
 
 import dataclasses
@@ -14,6 +14,9 @@ from moejax.optim.groups import path_of
 from moejax.optim.pieces import WeightUpdate, get, layer_of, replaced, with_layer
 from moejax.train.state import TrainState
 from moejax.train.step import StepOutput, measure
+
+MASTER = "master weight"
+"""Name of a master weight in its record, beside the paths of its moments."""
 
 
 class Gradients(NamedTuple):
@@ -46,58 +49,83 @@ class FileMoments:
     of all gradients is known to be finite.
     """
 
-    def __init__(self, updates: list[WeightUpdate], places: TrainState, shelf: Shelf, *, compiler_options: dict | None = None):
+    def __init__(
+        self,
+        updates: list[WeightUpdate],
+        places: TrainState,
+        shelf: Shelf,
+        *,
+        rounded: frozenset[str] = frozenset(),
+        compiler_options: dict | None = None,
+    ):
         """
         Args:
           updates: of `pieces.cut`.
-          places: shardings of a state whose moments lie on the devices.
+          places: shardings of a state that lies on the devices as a whole.
+          rounded: paths of the weights whose masters lie with the moments, and of which the state has copies.
         """
-        self.updates, self.shelf, self._options = updates, shelf, compiler_options
+        self.updates, self.shelf, self.rounded, self._options = updates, shelf, rounded, compiler_options
         self._everywhere, self._places_of = places.step, {}
         moment_places = {path_of(keys): place for keys, place in jax.tree_util.tree_leaves_with_path(places.opt_state)}
         for update in updates:
-            self._places_of[update.names] = get(places.params, update.names), {path: moment_places[path] for path in update.moments}
+            place = get(places.params, update.names)
+            master = {MASTER: place} if self._has_master(update) else {}
+            self._places_of[update.names] = place, {path: moment_places[path] for path in update.moments} | master
         self._records = [name for update in updates for name in _records_of(update)]
         self._programs: dict[tuple[str, ...], Any] = {}
 
     def begin(self, params: dict) -> dict:
-        """Writes the moments of weights that have not moved yet; returns the counts."""
+        """Writes the moments of (master) weights that have not moved yet, and those of `rounded`; returns the counts."""
         counts = {}
         for update in self.updates:
-            _, places = self._places_of[update.names]
-            init = self._jit(lambda weight, update=update: update.init(_piece(update, weight, 0)), out_shardings=(places, self._everywhere))
-            for record in _records_of(update):
-                moments, of_weight = init(get(params, update.names))
-                self.shelf.write(record, moments)
+
+            def init(weight, layer, update=update):
+                piece = _piece(update, weight, layer)
+                moments, counts = update.init(piece)
+                return moments | ({MASTER: piece} if self._has_master(update) else {}), counts
+
+            run = self._jit(init, out_shardings=(self._places_of[update.names][1], self._everywhere))
+            for layer, record in enumerate(_records_of(update)):
+                arrays, of_weight = run(get(params, update.names), np.int32(layer))
+                self.shelf.write(record, arrays)
             counts |= of_weight
         self.shelf.drain()
         return counts
 
-    def take(self, opt_state) -> dict:
-        """Writes the moments of a whole optimizer state, e.g. a checkpoint's; returns the counts."""
+    def _has_master(self, update: WeightUpdate) -> bool:
+        return "/".join(update.names) in self.rounded
+
+    def take(self, params: dict, opt_state) -> dict:
+        """Writes the moments of a whole optimizer state, e.g. a checkpoint's, and master weights; returns the counts."""
         leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(opt_state)}
         for update in self.updates:
             whole = {path: parts_of(leaves[path]) for path in update.moments}
+            whole |= {MASTER: parts_of(get(params, update.names))} if self._has_master(update) else {}
             for layer, record in enumerate(_records_of(update)):
                 self.shelf.write(record, {path: _layer(parts, layer) for path, parts in whole.items()} if update.num_layers else whole)
         self.shelf.drain()
         return counts_alone(opt_state)
 
-    def whole(self, counts: dict, like) -> Any:
-        """The optimizer's state as a tree of arrays.
+    def whole(self, counts: dict, like: TrainState) -> tuple[Any, dict]:
+        """The optimizer's state as a tree of arrays, and master weights by path.
 
         Args:
           counts: the state's `opt_state`.
-          like: shapes and places of the tree.
+          like: shapes and places of a whole state.
         """
-        found, records = dict(counts), self.shelf.read(self._records)
-        like_of = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(like)}
+        found, masters, records = dict(counts), {}, self.shelf.read(self._records)
+        like_of = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(like.opt_state)}
         for update in self.updates:
             layers = [next(records) for _ in _records_of(update)]
-            for path in update.moments:
-                parts, leaf = [layer[path] for layer in layers], like_of[path]
-                found[path] = assemble(_stack(parts) if update.num_layers else parts[0], leaf.shape, leaf.sharding)
-        return jax.tree_util.tree_map_with_path(lambda keys, _: found[path_of(keys)], like)
+
+            def array(name, leaf, layers=layers, update=update):
+                parts = [layer[name] for layer in layers]
+                return assemble(_stack(parts) if update.num_layers else parts[0], leaf.shape, leaf.sharding)
+
+            found |= {path: array(path, like_of[path]) for path in update.moments}
+            if self._has_master(update):
+                masters["/".join(update.names)] = array(MASTER, get(like.params, update.names))
+        return jax.tree_util.tree_map_with_path(lambda keys, _: found[path_of(keys)], like.opt_state), masters
 
     def around(self, gradients) -> Callable[[TrainState, Any], tuple[TrainState, StepOutput]]:
         """A step like the compiled `train_step`, made of the compiled `gradient_step`."""
@@ -125,15 +153,19 @@ class FileMoments:
 
     def _on_devices(self, update: WeightUpdate, record: Record) -> dict:
         _, places = self._places_of[update.names]
-        shapes = {path: (1, *like.shape[1:]) if update.num_layers else like.shape for path, like in update.moments.items()}
-        return {path: assemble(record[path], shapes[path], places[path]) for path in update.moments}
+        shape = (1, *update.like.shape[1:]) if update.num_layers else update.like.shape
+        return {name: assemble(record[name], shape, place) for name, place in places.items()}
 
     def _program(self, update: WeightUpdate):
         if update.names not in self._programs:
 
-            def run(weight, grad, layer, norm, moments, counts):
-                piece, moments, counts = update.apply(_piece(update, weight, layer), _piece(update, grad, layer), norm, moments, counts)
-                return with_layer(weight, layer, piece) if update.num_layers else piece, moments, counts
+            def run(weight, grad, layer, norm, record, counts):
+                moments = dict(record)
+                piece = moments.pop(MASTER) if self._has_master(update) else _piece(update, weight, layer)
+                moved, moments, counts = update.apply(piece, _piece(update, grad, layer), norm, moments, counts)
+                moments |= {MASTER: moved} if self._has_master(update) else {}
+                read = moved.astype(weight.dtype)
+                return with_layer(weight, layer, read) if update.num_layers else read, moments, counts
 
             place, places = self._places_of[update.names]
             self._programs[update.names] = self._jit(run, donate_argnums=(0, 4), out_shardings=(place, places, self._everywhere))

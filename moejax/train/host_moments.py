@@ -1,4 +1,4 @@
-"""The step with moments in pinned host memory: they visit the devices one weight of one layer at a time."""
+"""The step with moments, and master weights, in pinned host memory: they visit the devices one weight of one layer at a time."""
 
 import dataclasses
 
@@ -21,29 +21,34 @@ def host_step(state: TrainState, batches, *, updates: list[WeightUpdate], **part
     """
     seen = measure(state, batches, **parts)
     old = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
-    weights, new = {}, dict(old)
+    weights, new, masters = {}, dict(old), {}
     for update in updates:
-        weights[update.names], moved = _visit(update, get(state.params, update.names), get(seen.grads, update.names), seen, old)
+        path, weight = "/".join(update.names), get(state.params, update.names)
+        lying = state.master.get(path)
+        weights[update.names], master, moved = _visit(update, weight, lying, get(seen.grads, update.names), seen, old)
         new |= moved
+        masters |= {} if master is None else {path: master}
     opt_state = jax.tree_util.tree_map_with_path(lambda keys, _: new[path_of(keys)], state.opt_state)
-    return dataclasses.replace(seen.rest, params=replaced(seen.rest.params, weights), opt_state=opt_state), seen.out
+    params = replaced(seen.rest.params, weights)
+    return dataclasses.replace(seen.rest, params=params, opt_state=opt_state, master=state.master | masters), seen.out
 
 
-def _visit(update: WeightUpdate, weight, grad, seen: Measured, old: dict):
-    """A weight, and its moments and counts by path, after the update."""
+def _visit(update: WeightUpdate, weight, master, grad, seen: Measured, old: dict):
+    """A weight as the model reads it, its master if that lies on the host (else None), and its moments and counts, after the update."""
     counts, moments = ({path: old[path] for path in paths} for paths in (update.counts, update.moments))
 
-    def piece(weight, grad, moments):
-        here = jax.device_put(moments, DEVICE)
-        kept = keep_if(seen.finite, update.apply(weight, grad, seen.norm, here, counts), (weight, here, counts))
-        return kept[0], jax.device_put(kept[1], HOST), kept[2]
+    def piece(weight, grad, away):
+        master, moments = jax.device_put(away, DEVICE)
+        whole = weight if master is None else master
+        moved, new, after = keep_if(seen.finite, update.apply(whole, grad, seen.norm, moments, counts), (whole, moments, counts))
+        return moved.astype(weight.dtype), jax.device_put((None if master is None else moved, new), HOST), after
 
     def layer(_, parts):
-        weight, moments, counts = piece(*jax.tree.map(lambda part: part[None], parts))
-        return counts, jax.tree.map(lambda part: part[0], (weight, moments))
+        weight, away, counts = piece(*jax.tree.map(lambda part: part[None], parts))
+        return counts, jax.tree.map(lambda part: part[0], (weight, away))
 
     if update.num_layers:
-        counts, (weight, moments) = jax.lax.scan(layer, counts, (weight, grad, moments))
+        counts, (weight, (master, moments)) = jax.lax.scan(layer, counts, (weight, grad, (master, moments)))
     else:
-        weight, moments, counts = piece(weight, grad, moments)
-    return weight, moments | counts
+        weight, (master, moments), counts = piece(weight, grad, (master, moments))
+    return weight, master, moments | counts

@@ -22,6 +22,7 @@ class TrainState:
     """Weights, moments and counters."""
 
     params: dict
+    """What the model reads; rounded where `master` has the weight itself."""
     opt_state: Any
     step: Any
     """int32, global batches seen."""
@@ -31,6 +32,8 @@ class TrainState:
     """int32, of which the last ones in a row."""
     control: dict = dataclasses.field(default_factory=dict)
     """What layers are told besides the batch and what that is decided from (moejax.train.control); {} if nothing changes."""
+    master: dict = dataclasses.field(default_factory=dict)
+    """Master weights, by path, that lie in host memory while `params` has copies of them (moejax.train.copies)."""
 
 
 def state_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, *, num_devices: int = 1) -> TrainState:

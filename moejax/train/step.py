@@ -15,6 +15,7 @@ from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
 from moejax.optim.clip import global_norm, scaled
 from moejax.train.control import control_metrics, told, update
+from moejax.train.copies import differentiable
 from moejax.train.state import TrainState
 
 
@@ -30,7 +31,8 @@ def gradients(config: ModelConfig, losses: LossConfig, params: dict, batches, sw
     """
     whole = totals(batches)
     num_microbatches = batches.tokens_BL.shape[0]
-    run = functools.partial(objective, config, losses, whole=whole, switches=switches)
+    params, read = differentiable(config, params)
+    run = lambda params, batch, *, control: objective(config, losses, read(params), batch, whole, switches, control=control)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
         (loss, report), grads = jax.value_and_grad(lambda params: run(params, first, control=control), has_aux=True)(params)

@@ -1,4 +1,4 @@
-"""Steps with moments in host memory and in files are those with moments on the devices, bit for bit."""
+"""Steps with moments and master weights in host memory or in files are those with all on the devices, bit for bit."""
 
 import dataclasses
 
@@ -7,71 +7,98 @@ import numpy as np
 import pytest
 import tiny
 
+from moejax.config.mesh import MeshConfig
+from moejax.config.model import PrecisionConfig
+from moejax.config.run import RunConfig
 from moejax.config.tiers import TiersConfig
 from moejax.config.training import LossConfig, OptimConfig, TrainConfig
-from moejax.memory.shelf import Shelf
-from moejax.parallel.mesh import mesh_from
-from moejax.train.file_moments import FileMoments
+from moejax.parallel.mesh import make_mesh
+from moejax.stages.tiers import Tiers
 from moejax.train.program import make_program
-from moejax.train.state import init_state, placed_shapes, state_shardings
 
-MODEL = tiny.model("kda", "gqa", "kda", "gqa")
+MODEL = tiny.model("kda", "gqa", "kda", "gqa", precision=PrecisionConfig(params="float32", compute="bfloat16"))
 LOSSES = LossConfig(bias_update="sign", balance="sequence")
-TRAIN = TrainConfig(steps=10)
+WHERE = {
+    "device": TiersConfig(),
+    "host": TiersConfig(optimizer="host"),
+    "files": TiersConfig(optimizer="files"),
+    "masters on host": TiersConfig(optimizer="host", master_weights=True),
+    "masters in files": TiersConfig(optimizer="files", master_weights=True),
+}
 
 
-def optim(kind: str) -> OptimConfig:
-    """Clipping takes part in every step."""
-    return OptimConfig(kind=kind, learning_rate=1e-2, warmup_steps=2, clip_norm=0.2)
+class Training:
+    """Steps as a run does them."""
 
-
-class Tier:
-    """A step whose moments lie somewhere, as a run sets it up."""
-
-    def __init__(self, where, kind, folder, **mesh_sizes):
-        self.mesh = mesh_from(**mesh_sizes)
-        self.where, self.like = where, None
-        self.program = make_program(MODEL, LOSSES, optim(kind), TRAIN, TiersConfig(optimizer=where))
-        places = state_shardings(MODEL, self.program.optimizer, self.mesh)
+    def __init__(self, tiers: TiersConfig, kind: str, folder, mesh: dict, model=MODEL):
+        optim = OptimConfig(kind=kind, learning_rate=1e-2, warmup_steps=2, clip_norm=0.2)  # clipping takes part in every step
+        losses = dataclasses.replace(LOSSES, index="sparse" if "dsa" in model.mixers else "none")
+        config = RunConfig(name="tiers", model=model, losses=losses, optim=optim, train=TrainConfig(steps=10), tiers=tiers)
+        self.mesh = make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
+        program = make_program(model, losses, optim, config.train, tiers)
         with jax.set_mesh(self.mesh):
-            params = tiny.lay(tiny.weights(MODEL), MODEL, self.mesh)
-            state = init_state(MODEL, self.program.optimizer, self.mesh, 0, moments=where)
-            self.state = dataclasses.replace(state, params=params)
-            if where == "files":
-                self.moments = FileMoments(self.program.updates, places, Shelf(folder, ahead=2), compiler_options=tiny.QUICK_TO_COMPILE)
-                self.state = dataclasses.replace(self.state, opt_state=self.moments.begin(params))
-            lowered = self.program.lower(self.state, tiny.put(tiny.batch(), self.mesh))
-            self.step = lowered.compile(compiler_options=tiny.QUICK_TO_COMPILE)
-            if where == "files":
-                self.step = self.moments.around(self.step)
+            self.tiers = Tiers(config, program, self.mesh, folder, compiler_options=tiny.QUICK_TO_COMPILE)
+            self.state = self.tiers.fresh(seed=0)
+            lowered = program.lower(self.state, tiny.put(tiny.batch(), self.mesh, 2))
+            self.step = self.tiers.step(lowered.compile(compiler_options=tiny.QUICK_TO_COMPILE))
 
-    def run(self, batches):
+    def run(self, batches) -> list[dict]:
         told = []
         with jax.set_mesh(self.mesh):
             for batch in batches:
-                self.state, out = self.step(self.state, tiny.put(batch, self.mesh))
+                self.state, out = self.step(self.state, tiny.put(batch, self.mesh, 2))
                 told.append(jax.device_get(out.scalars))
         return told
 
-    def whole(self):
-        """The state with all moments."""
-        if self.where != "files":
-            return self.state
-        like = placed_shapes(MODEL, self.program.optimizer, self.mesh, moments_on_host=True)
-        return dataclasses.replace(self.state, opt_state=self.moments.whole(self.state.opt_state, like.opt_state))
+    def leaves(self):
+        return tiny.leaves(self.tiers.whole(self.state))
 
 
+def compare(names, kind, folder, mesh, model=MODEL):
+    batches = [tiny.batch(seed=seed) for seed in range(5)]
+    runs = {name: Training(WHERE[name], kind, folder / name, mesh, model) for name in ("device", *names)}
+    begun = runs["device"].leaves()
+    told = {name: run.run(batches) for name, run in runs.items()}
+    want = runs["device"].leaves()
+    still = [path for path in want if np.array_equal(want[path], begun[path]) and "skipped" not in path]
+    assert not still
+    for name in names:
+        got = runs[name].leaves()
+        assert {path: array.dtype for path, array in got.items()} == {path: array.dtype for path, array in want.items()}
+        different = [path for path in want if not np.array_equal(got[path], want[path])]
+        assert not different, (name, len(different), len(want), different[:5])
+        assert told[name] == told["device"]
+    return runs
+
+
+def test_five_steps_are_the_same_bits_wherever_the_state_lies(tmp_path):
+    runs = compare(["host", "masters in files"], "muon", tmp_path, {"fsdp": 2, "expert": 2})
+    files, host = runs["masters in files"], runs["host"]
+    assert all(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(host.state.opt_state) if leaf.ndim)
+    assert all(leaf.ndim == 0 for leaf in jax.tree.leaves(files.state.opt_state))
+    narrow = [path for path, array in tiny.leaves(files.state.params).items() if array.dtype == "bfloat16"]
+    assert set(narrow) == files.tiers.rounded and any("experts" in path for path in narrow) and any("mixer" in path for path in narrow)
+    # a step that is not finite moves nothing, and is counted
+    before = files.leaves()
+    poison = dataclasses.replace(files.state, params=jax.tree.map(lambda leaf: leaf, files.state.params))
+    poison.params["final_norm"]["scale_D"] = poison.params["final_norm"]["scale_D"] * np.nan
+    files.state = poison
+    files.run([tiny.batch(seed=9)])
+    after = files.leaves()
+    changed = {path for path in before if not np.array_equal(before[path], after[path], equal_nan=True)}
+    assert changed == {"step", "skipped", "skipped_in_a_row", "params/final_norm/scale_D"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2, "expert": 2}], ids=["1 device", "4 devices"])
-def test_five_steps_are_the_same_bits_wherever_moments_lie(kind, mesh, tmp_path):
-    batches = [tiny.batch(seed=seed) for seed in range(5)]
-    tiers = {where: Tier(where, kind, tmp_path / where, **mesh) for where in ("device", "host", "files")}
-    told = {where: tier.run(batches) for where, tier in tiers.items()}
-    want = tiny.leaves(tiers["device"].whole())
-    assert any("skipped" not in path and np.any(array) for path, array in want.items())
-    for where in ("host", "files"):
-        got = tiny.leaves(tiers[where].whole())
-        assert got.keys() == want.keys()
-        different = [path for path in want if not np.array_equal(got[path], want[path])]
-        assert not different, (where, len(different), len(want), different[:5])
-        assert told[where] == told["device"]
+def test_all_places_and_optimizers(kind, mesh, tmp_path):
+    compare([name for name in WHERE if name != "device"], kind, tmp_path, mesh)
+
+
+@pytest.mark.slow
+def test_every_mixer_reads_rounded_copies_as_it_reads_master_weights(tmp_path):
+    """Were a weight of `rounded` read in float32 anywhere, the step would be another."""
+    mixers = ("gqa", "mla", "dsa", "gdn", "kda")
+    model = tiny.model(*mixers, *mixers, moe=tiny.moe(latent_width=8, shared_gate=True), precision=MODEL.precision)
+    compare(["masters on host"], "adamw", tmp_path, {"fsdp": 1}, model)
