@@ -10,7 +10,7 @@ from moejax.config.errors import ConfigError
 from moejax.config.training import OptimConfig
 from moejax.optim import groups
 from moejax.optim.build import from_rules
-from moejax.optim.clip import scaled
+from moejax.optim.clip import clip
 
 STACKED = "unit"
 """Section of the weights whose first dim is layers."""
@@ -56,7 +56,7 @@ class WeightUpdate:
         like = jax.eval_shape(self.optimizer.init, nested(self.names, weight))
         parts = moments | counts
         state = jax.tree_util.tree_map_with_path(lambda keys, _: parts[groups.path_of(keys)], like)
-        clipped = scaled(nested(self.names, grad), norm, self.clip_norm)
+        clipped = clip(nested(self.names, grad), norm, self.clip_norm)
         updates, state = self.optimizer.update(clipped, state, nested(self.names, weight))
         (update,) = jax.tree.leaves(updates)
         return (weight + update.astype(weight.dtype), *self._split(state))

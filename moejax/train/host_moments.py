@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from moejax.optim.groups import path_of
-from moejax.optim.pieces import WeightUpdate, get, replaced
+from moejax.optim.pieces import WeightUpdate, get, layer_of, replaced, with_layer
 from moejax.train.state import TrainState
 from moejax.train.step import Measured, StepOutput, keep_if, measure
 
@@ -43,12 +43,15 @@ def _visit(update: WeightUpdate, weight, master, grad, seen: Measured, old: dict
         moved, new, after = keep_if(seen.finite, update.apply(whole, grad, seen.norm, moments, counts), (whole, moments, counts))
         return moved.astype(weight.dtype), jax.device_put((None if master is None else moved, new), HOST), after
 
-    def layer(_, parts):
-        weight, away, counts = piece(*jax.tree.map(lambda part: part[None], parts))
-        return counts, jax.tree.map(lambda part: part[0], (weight, away))
+    def layer(index, carry):  # in place: stacks that a scan took in and gave out would lie in memory twice
+        weight, away, _ = carry
+        alone = jax.tree.map(lambda stack: layer_of(stack, index), (weight, away))
+        moved, gone, counts = piece(alone[0], layer_of(grad, index), alone[1])
+        weight, away = jax.tree.map(lambda stack, part: with_layer(stack, index, part), (weight, away), (moved, gone))
+        return weight, away, counts
 
     if update.num_layers:
-        counts, (weight, (master, moments)) = jax.lax.scan(layer, counts, (weight, grad, (master, moments)))
+        weight, (master, moments), counts = jax.lax.fori_loop(0, update.num_layers, layer, (weight, (master, moments), counts))
     else:
         weight, (master, moments), counts = piece(weight, grad, (master, moments))
     return weight, master, moments | counts

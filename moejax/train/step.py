@@ -13,7 +13,7 @@ from moejax.config.training import LossConfig
 from moejax.losses import router_bias
 from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
-from moejax.optim.clip import global_norm, scaled
+from moejax.optim.clip import clip, global_norm
 from moejax.train.control import control_metrics, told, update
 from moejax.train.copies import differentiable
 from moejax.train.state import TrainState
@@ -162,7 +162,7 @@ def train_step(
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
     seen = measure(state, batches, config=config, losses=losses, trainable=trainable, switches=switches)
-    clipped = scaled(seen.grads, seen.norm, clip_norm)
+    clipped = clip(seen.grads, seen.norm, clip_norm)
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
     params = jax.tree.map(lambda weight, update: weight + update.astype(weight.dtype), seen.rest.params, updates)
     new = dataclasses.replace(

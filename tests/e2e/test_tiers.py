@@ -45,7 +45,8 @@ cli.main(sys.argv[1:])
 
 def final(folder):
     """Path -> array of the newest checkpoint, read without knowing its layout, and its step."""
-    newest = max((folder / "runs" / "smallest" / "checkpoints").iterdir(), key=lambda child: int(child.name))
+    whole = [child for child in (folder / "runs" / "smallest" / "checkpoints").iterdir() if child.name.isdigit()]
+    newest = max(whole, key=lambda child: int(child.name))
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         like = jax.tree.map(lambda meta: np.zeros(meta.shape, meta.dtype), reader.metadata(newest / "state").item_metadata.tree)
         return tiny.leaves(reader.restore(newest / "state", args=ocp.args.StandardRestore(like))), int(newest.name)
@@ -91,16 +92,18 @@ def test_a_run_killed_in_the_middle_of_a_write_goes_on_from_its_checkpoint(whole
         [sys.executable, "-c", KILLED, "train", str(tmp_path / "smallest.py"), *flags], env=environment, capture_output=True, text=True
     )
     assert killed.returncode == -9, killed.stdout + killed.stderr
-    assert final(tmp_path)[1] == 4 and list((tmp_path / "nvme").rglob("*.record"))
+    saved = final(tmp_path)[1]  # that of step 4 may not have been whole yet
+    assert saved in (2, 4) and list((tmp_path / "nvme").rglob("*.record"))
     out = train(tmp_path, "--tiers.optimizer", "files", "--tiers.folder", str(tmp_path / "nvme"))
-    assert "after step 4" in out and "tiers     moments in files: " in out
+    assert f"after step {saved}" in out and "tiers     moments in files: " in out
     check(tmp_path, whole)
     assert not list((tmp_path / "nvme").rglob("*.record"))
     line = [line for line in metrics.read(tmp_path / "runs" / "smallest") if "moments_files_bytes" in line][-1]
     assert line["moments_files_bytes"] > 10_000 and line["moments_read_s"] > 0 and line["moments_write_s"] > 0
 
 
-def test_host_memory_goes_on_where_devices_stopped_and_files_where_it_did(whole, tmp_path):
+@pytest.mark.slow
+def test_moments_in_host_memory_go_on_where_those_on_devices_stopped_and_files_after_them(whole, tmp_path):
     commands.write_config(tmp_path)
     train(tmp_path, "--train.steps", "2")
     assert "moments in host: " in train(tmp_path, "--train.steps", "4", "--tiers.optimizer", "host")

@@ -12,7 +12,7 @@ from moejax.config.training import GroupConfig, OptimConfig
 from moejax.model import language_model
 from moejax.optim import pieces
 from moejax.optim.build import build
-from moejax.optim.clip import global_norm, scaled
+from moejax.optim.clip import clip, global_norm
 from moejax.optim.groups import assign, path_of
 from moejax.optim.pieces import cut, get
 
@@ -31,7 +31,7 @@ def at_once(config, params, grads, train_only):
 
     @jax.jit
     def step(params, state, grads, norm):
-        updates, state = optimizer.update(scaled(grads, norm, config.clip_norm), state, params)
+        updates, state = optimizer.update(clip(grads, norm, config.clip_norm), state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
     state = optimizer.init(params)
