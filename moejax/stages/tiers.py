@@ -63,25 +63,27 @@ class Tiers:
         return joined(state)
 
     def _split(self, state: TrainState) -> TrainState:
-        state = split_arrays(state, self.rounded, self.compute)
-        return state if self.files is None else dataclasses.replace(state, master={})
+        return split_arrays(state, self.rounded, self.compute, masters=self.files is None)
 
     def step(self, compiled: jax.stages.Compiled):
         """(state, batches) -> (next state, what the step tells), from the compiled program."""
         return compiled if self.files is None else self.files.around(compiled)
 
     def values(self, state: TrainState) -> dict[str, float]:
-        """Metrics: bytes of moments in slower memory (the host's beside its fullest device; this process's files), and of files the seconds
-        that reading and writing took since the last call, and those of them that the step waited for."""
-        if self.files is not None:
-            shelf = self.files.shelf
-            return {"moments_files_bytes": float(shelf.bytes())} | {f"moments_{name}": value for name, value in shelf.seconds().items()}
-        return {"moments_host_bytes": float(tree_bytes(state, on_host=True))} if self.where == "host" else {}
+        """Metrics of the run that keeps moments elsewhere: bytes of its state on the fullest device, beside that in host memory, and in this
+        process's files; of files the seconds that reading and writing took since the last call, and those of them that the step waited for."""
+        if self.where == "device":
+            return {}
+        on_device = {"state_device_bytes": float(tree_bytes(state))}
+        if self.files is None:
+            return on_device | {"state_host_bytes": float(tree_bytes(state, on_host=True))}
+        shelf = self.files.shelf
+        return on_device | {"state_files_bytes": float(shelf.bytes())} | {f"tiers_{name}": value for name, value in shelf.seconds().items()}
 
     def lines(self, state: TrainState) -> list[str]:
         """For a person; none if all is on the devices."""
-        sizes = [value for name, value in self.values(state).items() if name.endswith("_bytes")]
-        return [f"{'tiers':9} moments in {self.where}: {size / 2**20:.1f} MiB" for size in sizes]
+        sizes = [(name.split("_")[1], value) for name, value in self.values(state).items() if name.endswith("_bytes")]
+        return [f"{'tiers':9} state: " + ", ".join(f"{where} {size / 2**20:.1f} MiB" for where, size in sizes)] if sizes else []
 
     def close(self) -> None:
         """Ends threads and removes scratch files."""

@@ -29,11 +29,13 @@ def rounded(config: ModelConfig, updates: list[WeightUpdate]) -> frozenset[str]:
     return frozenset(path for path, like in (("/".join(update.names), update.like) for update in updates) if is_rounded(path, like.shape))
 
 
-def split_arrays(state: TrainState, paths: frozenset[str], dtype: str) -> TrainState:
-    """The state whose `params` are copies at some paths, with the masters, which they were, in host memory."""
+def split_arrays(state: TrainState, paths: frozenset[str], dtype: str, *, masters: bool = True) -> TrainState:
+    """The state whose `params` are copies at some paths, with the masters, which they were, in host memory, if they are wanted."""
     on_device = lambda leaf: leaf.sharding.with_memory_kind("device")
     copy = lambda leaf: jax.device_put(leaf, on_device(leaf)).astype(dtype)
-    return _split(state, paths, copy, lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")))
+    away = lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")) if masters else None
+    split = _split(state, paths, copy, away)
+    return split if masters else dataclasses.replace(split, master={})
 
 
 def split_shapes(state: TrainState, paths: frozenset[str], dtype: str) -> TrainState:

@@ -95,17 +95,17 @@ def test_a_run_killed_in_the_middle_of_a_write_goes_on_from_its_checkpoint(whole
     saved = final(tmp_path)[1]  # that of step 4 may not have been whole yet
     assert saved in (2, 4) and list((tmp_path / "nvme").rglob("*.record"))
     out = train(tmp_path, "--tiers.optimizer", "files", "--tiers.folder", str(tmp_path / "nvme"))
-    assert f"after step {saved}" in out and "tiers     moments in files: " in out
+    assert f"after step {saved}" in out and "tiers     state: device " in out
     check(tmp_path, whole)
     assert not list((tmp_path / "nvme").rglob("*.record"))
-    line = [line for line in metrics.read(tmp_path / "runs" / "smallest") if "moments_files_bytes" in line][-1]
-    assert line["moments_files_bytes"] > 10_000 and line["moments_read_s"] > 0 and line["moments_write_s"] > 0
+    line = [line for line in metrics.read(tmp_path / "runs" / "smallest") if "state_files_bytes" in line][-1]
+    assert line["state_files_bytes"] > 10_000 and line["tiers_read_s"] > 0 and line["tiers_write_s"] > 0
 
 
 @pytest.mark.slow
 def test_moments_in_host_memory_go_on_where_those_on_devices_stopped_and_files_after_them(whole, tmp_path):
     commands.write_config(tmp_path)
     train(tmp_path, "--train.steps", "2")
-    assert "moments in host: " in train(tmp_path, "--train.steps", "4", "--tiers.optimizer", "host")
+    assert ", host " in train(tmp_path, "--train.steps", "4", "--tiers.optimizer", "host")
     train(tmp_path, "--tiers.optimizer", "files")
     check(tmp_path, whole)
