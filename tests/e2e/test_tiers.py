@@ -15,7 +15,7 @@ from moejax.observe import metrics
 
 FLAGS = (
     *("--mesh.simulate_devices", "2", "--mesh.expert", "1", "--optim.kind", "muon", "--train.eval_batches", "1"),
-    *("--train.steps", "6", "--checkpoint.every", "2", "--observe.tensorboard", "False"),
+    *("--checkpoint.every", "2", "--observe.tensorboard", "False"),
 )
 KILLED = """
 import os, signal, sys
@@ -56,8 +56,8 @@ def losses(folder):
     return [line["loss_nats"] for line in metrics.read(folder / "runs" / "smallest") if "loss_nats" in line]
 
 
-def train(folder, *flags):
-    code, out, err = commands.moejax("train", folder / "smallest.py", *FLAGS, *flags)
+def train(folder, *flags, steps=6):
+    code, out, err = commands.moejax("train", folder / "smallest.py", *FLAGS, "--train.steps", steps, *flags)
     assert code in (0, 1), out + err
     return out
 
@@ -82,7 +82,7 @@ def check(folder, whole):
 
 def test_a_run_killed_in_the_middle_of_a_write_goes_on_from_its_checkpoint(whole, tmp_path):
     commands.write_config(tmp_path)
-    flags = (*FLAGS, "--tiers.optimizer", "files", "--tiers.folder", str(tmp_path / "nvme"))
+    flags = (*FLAGS, "--train.steps", "6", "--tiers.optimizer", "files", "--tiers.folder", str(tmp_path / "nvme"))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(commands.CACHE),
@@ -105,7 +105,7 @@ def test_a_run_killed_in_the_middle_of_a_write_goes_on_from_its_checkpoint(whole
 @pytest.mark.slow
 def test_moments_in_host_memory_go_on_where_those_on_devices_stopped_and_files_after_them(whole, tmp_path):
     commands.write_config(tmp_path)
-    train(tmp_path, "--train.steps", "2")
-    assert ", host " in train(tmp_path, "--train.steps", "4", "--tiers.optimizer", "host")
+    train(tmp_path, steps=2)
+    assert ", host " in train(tmp_path, "--tiers.optimizer", "host", steps=4)
     train(tmp_path, "--tiers.optimizer", "files")
     check(tmp_path, whole)
