@@ -7,6 +7,7 @@ from moejax.config.errors import ConfigError, refuse_unused, regular_expression,
 from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig, ProcessConfig
 from moejax.config.model import LayerPlan, ModelConfig, plan_layers
+from moejax.config.tiers import TiersConfig
 from moejax.config.training import CheckpointConfig, LossConfig, ObserveConfig, OptimConfig, TrainConfig
 
 
@@ -30,6 +31,8 @@ class RunConfig:
     """What is minimised."""
     optim: OptimConfig = OptimConfig()
     """How weights move."""
+    tiers: TiersConfig = TiersConfig()
+    """Where the optimizer's state lies."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     memory: MemoryConfig = MemoryConfig()
@@ -90,6 +93,17 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
     _check_prefixes(config)
     _check_windows(config)
     _check_frozen_cache(config)
+    require(
+        not model.moe.copies.move or config.tiers.optimizer == "device",
+        f"model.moe.copies.move=True moves moments between devices, and tiers.optimizer={config.tiers.optimizer!r} keeps them elsewhere; "
+        "model.moe.copies.move=False fits.",
+    )
+    require(
+        not config.train.frozen_cache_mib or config.tiers.optimizer == "device",
+        f"train.frozen_cache_mib hands the step what frozen layers made, and with tiers.optimizer={config.tiers.optimizer!r} the step takes "
+        "none; 'device' fits.",
+    )
+    _check_masters(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
 
 
@@ -171,6 +185,20 @@ def _check_losses(model: ModelConfig, losses: LossConfig) -> None:
         losses.index == "none" or any(kind.mixer == "dsa" for kind in model.layers()),
         f"losses.index={losses.index!r}, but the model has no dsa layer.",
     )
+
+
+def _check_masters(config: RunConfig) -> None:
+    precision = config.model.precision
+    if config.tiers.master_weights:
+        require(
+            precision.params != precision.compute,
+            f"tiers.master_weights=True with model.precision.compute={precision.compute!r} = params would copy weights that are not rounded; "
+            "leave it out, or set compute='bfloat16'.",
+        )
+        require(
+            layer_plan(config.model).num_units > 0,
+            "tiers.master_weights=True is built for stacked layers, and this model has none (model.scan_layers, model.mixers); leave it out.",
+        )
 
 
 def _check_indexer(config: RunConfig) -> None:

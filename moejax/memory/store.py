@@ -133,7 +133,7 @@ class Store:
             self._open_folder()
 
     def get(self, key: str, version: str) -> Any:
-        """The value put under this key and version, or None."""
+        """The value put under this key and version, or None. Arrays of a device tier are the store's own: not to be donated."""
         with self._guard:
             place = next((place for place, tier in enumerate(self._tiers) if key in tier.entries), None)
             if place is None:

@@ -6,15 +6,18 @@ from typing import Any
 import jax
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of a sharded tree on the device that holds most.
+def tree_bytes(tree: Any, *, on_host: bool = False) -> int:
+    """Bytes of a sharded tree on the device that holds most, or for that device in pinned host memory.
 
     Args:
       tree: arrays, or `jax.ShapeDtypeStruct` with shardings; a leaf without a sharding counts in full.
+      on_host: count the leaves in host memory instead of the others.
     """
     held: dict[Any, int] = {}
     everywhere = 0
     for leaf in jax.tree.leaves(tree):
+        if on_host != (leaf.sharding is not None and leaf.sharding.memory_kind == "pinned_host"):
+            continue
         if leaf.sharding is None:
             everywhere += math.prod(leaf.shape) * leaf.dtype.itemsize
             continue

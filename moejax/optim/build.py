@@ -5,6 +5,7 @@ import optax
 
 from moejax.config.training import OptimConfig
 from moejax.optim import groups
+from moejax.optim.adam import scale_by_adam
 from moejax.optim.muon import scale_by_muon
 from moejax.optim.schedule import learning_rate
 
@@ -24,9 +25,13 @@ def build(config: OptimConfig, *, steps: int, params_like, train_only: str = "")
     Raises:
       ConfigError: see groups.assign.
     """
-    rules = groups.assign(config, params_like, train_only=train_only)
+    return from_rules(groups.assign(config, params_like, train_only=train_only), config, steps=steps)
+
+
+def from_rules(rules, config: OptimConfig, *, steps: int) -> optax.GradientTransformation:
+    """The same from a tree of rules, for parameters keyed like it: all, or some of them."""
     algorithms = {
-        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        "adamw": scale_by_adam(config.beta1, config.beta2, config.eps),
         "muon": scale_by_muon(),
         "sgd": optax.identity(),
         "frozen": optax.set_to_zero(),

@@ -24,14 +24,13 @@ def global_norm(grads, *, trainable=None):
     return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
 
 
-def clip_by_global_norm(grads, max_norm: float, *, trainable=None):
-    """Gradients scaled so that their global norm is at most `max_norm`, and the norm before that. 0: no clipping.
+def clip(grads, norm, max_norm: float):
+    """Gradients, or some of them, scaled so that the global norm of all, `norm` before, is at most `max_norm`. 0: no clipping.
 
-    Gradients of a norm up to `max_norm`, 0 included, stay bit for bit. A non-finite gradient makes the norm, and then all, non-finite:
-    look at the norm before updating.
+    Up to `max_norm`, 0 included, they stay bit for bit. One non-finite gradient makes the norm, and then all, non-finite: look at the norm
+    before updating.
     """
-    norm = global_norm(grads, trainable=trainable)
     if max_norm == 0:
-        return grads, norm
+        return grads
     scale = max_norm / jnp.maximum(norm, max_norm)
-    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads), norm
+    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads)

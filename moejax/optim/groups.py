@@ -79,9 +79,9 @@ def assign(config: OptimConfig, params_like, *, train_only: str = ""):
         group = GroupConfig(pattern="") if claim is None else config.groups[claim]
         if group.lr_scale == 0 or not wanted.search(path):
             return Rule(algorithm="frozen", learning_rate=0.0, weight_decay=0.0, group=group.pattern)
-        is_matrix = _is_matrix(path, shapes[path])
-        decays = is_matrix and path.rsplit("/", 1)[-1] not in GATES
-        algorithm = _algorithm(config.kind, path, is_matrix)
+        matrix = is_matrix(path, shapes[path])
+        decays = matrix and path.rsplit("/", 1)[-1] not in GATES
+        algorithm = _algorithm(config.kind, path, matrix)
         if algorithm == "muon":
             matrix_shape(path, shapes[path])  # raises here rather than in the first step
         rate = config.muon_learning_rate if algorithm == "muon" else config.learning_rate
@@ -129,7 +129,8 @@ def matrix_shape(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     )
 
 
-def _is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter, each layer and expert of it alone, maps channels to channels, and does not scale, shift or gate each."""
     num_stacked, letters = _inner_dims(path, shape)
     num_dims = len(shape) - num_stacked - letters.count("1")  # `shared_gate_D1` is a vector
     return num_dims >= 2 and _name(path)[0].rsplit("_", 1)[-1] not in VECTORS and "conv" not in path

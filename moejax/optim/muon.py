@@ -33,7 +33,7 @@ def orthogonalise(x_NM, *, eps: float = 1e-8):
     if x_NM.shape[-2] > x_NM.shape[-1]:
         return jnp.swapaxes(orthogonalise(jnp.swapaxes(x_NM, -2, -1), eps=eps), -2, -1)
     a, b, c = COEFFICIENTS
-    x_NM = x_NM / (jnp.linalg.norm(x_NM, axis=(-2, -1), keepdims=True) + eps)
+    x_NM = x_NM * (1 / (jnp.linalg.norm(x_NM, axis=(-2, -1), keepdims=True) + eps))  # as in adam.py: no division by a broadcast
 
     def iterate(_, x_NM):
         gram_NN = x_NM @ jnp.swapaxes(x_NM, -2, -1)
@@ -46,4 +46,6 @@ def _step(update, path: str):
     stack, row_dims, column_dims = matrix_shape(path, update.shape)
     rows, columns = math.prod(row_dims), math.prod(column_dims)
     matrices = update.reshape(*stack, rows, columns)
-    return (orthogonalise(matrices) * math.sqrt(max(1, columns / rows))).reshape(update.shape)
+    # layer by layer: the temporaries of one layer, and the same products, bit for bit, whether a layer comes alone or in a stack
+    moved = jax.lax.map(orthogonalise, matrices) if path.startswith("unit/") else orthogonalise(matrices)
+    return (moved * math.sqrt(max(1, columns / rows))).reshape(update.shape)

@@ -12,6 +12,8 @@ from moejax.parallel.mesh import make_mesh
 from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
+from moejax.train.copies import rounded, split_shapes
+from moejax.train.file_moments import counts_alone
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
@@ -42,10 +44,16 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
     adaptive = config.model.moe.adaptive.highest
     model = with_capacity(config.model, adaptive) if adaptive else config.model  # the largest buffers that a run may come to
     choices = plan_saved(plan, gpu=True, model=model)
-    program = make_program(model, config.losses, config.optim, config.train, saved=choices.saved, windows=config.data.windows)
+    saved, windows = choices.saved, config.data.windows
+    program = make_program(model, config.losses, config.optim, config.train, config.tiers, saved=saved, windows=windows)
     zeros_BL = np.zeros((config.data.batch_size, config.data.seq_len), np.int32)
     with jax.set_mesh(mesh):
-        state = placed_shapes(config.model, program.optimizer, mesh, past_shapes(config.model, config.data, config.train))
+        past = past_shapes(config.model, config.data, config.train)
+        state = placed_shapes(config.model, program.optimizer, mesh, past, moments_on_host=config.tiers.optimizer == "host")
+        if config.tiers.master_weights:
+            state = split_shapes(state, rounded(config.model, program.updates), config.model.precision.compute)
+        if program.moments_in_files:
+            state = dataclasses.replace(state, opt_state=counts_alone(state.opt_state), master={})
         trees = {"parent": [{}] * len(zeros_BL), "num_segments": config.data.row_segments} if config.data.share_prefixes else {}
         batch = Batch.build(zeros_BL, zeros_BL, **trees)
         lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation))

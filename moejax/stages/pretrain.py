@@ -25,6 +25,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
+from moejax.memory.shelf import ShelfBusyError
 from moejax.memory.sizing import TierLimits
 from moejax.memory.store import Store
 from moejax.model.counting import train_flops_per_token
@@ -39,6 +40,7 @@ from moejax.observe.timing import StepTimer
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.processes import DisagreementError, agree, initialize, simulate_devices
 from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
+from moejax.stages.tiers import Tiers
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step, sample
 from moejax.train.frozen import FrozenLayers
@@ -46,7 +48,7 @@ from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe, first_non_finite
 from moejax.train.saved import plan_saved, summary
-from moejax.train.state import TrainState, init_state, past_shapes, placed_shapes
+from moejax.train.state import TrainState
 
 USER_ERRORS = (
     ConfigError,
@@ -55,6 +57,7 @@ USER_ERRORS = (
     LayoutError,
     MissingCheckpointError,
     DisagreementError,
+    ShelfBusyError,
     FileExistsError,
     NotADirectoryError,
     PermissionError,
@@ -114,9 +117,10 @@ class Run:
         self.choices = plan_saved(plan, gpu="NVIDIA" in jax.local_devices()[0].device_kind, model=self.model)
         self.flags = options_for(jax.local_devices()[0], OFFLOADING if self.choices.chosen_bytes("offload") else TABLE)
         self.program_of = lambda model: make_program(
-            model, config.losses, config.optim, config.train, saved=self.choices.saved, windows=config.data.windows
+            model, config.losses, config.optim, config.train, config.tiers, saved=self.choices.saved, windows=config.data.windows
         )
         self.program = self.program_of(config.model)
+        self.tiers = Tiers(config, self.program, self.mesh, self.folder, compiler_options=self.options())
         self.loader = self.open("train")
         agree("data", json.dumps(self.loader.identity, indent=1))
         if self.loader.tokenizer.vocab_size > self.model.vocab_size:
@@ -134,6 +138,16 @@ class Run:
     def open(self, split) -> Loader:
         """This process's rows of a split."""
         return Loader(self.config.data, split=split, process_index=jax.process_index(), process_count=jax.process_count())
+
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told with each program of the step."""
+        if self.config.train.deterministic and jax.default_backend() == "gpu":
+            return self.flags.taken | {"xla_gpu_deterministic_ops": True}
+        return dict(self.flags.taken)
+
+    def save(self, steps: int, state: TrainState) -> None:
+        """Starts to write a checkpoint."""
+        self.checkpoints.save(steps, self.tiers.whole(state), {"data": self.loader.state()})
 
     def start(self) -> TrainState:
         """The state to begin with: from a checkpoint, or fresh; either is announced."""
@@ -157,13 +171,12 @@ class Run:
 
     def load(self, found: Path | None) -> TrainState:
         """Fresh weights, or a checkpoint's."""
-        config, optimizer = self.config, self.program.optimizer
-        past = past_shapes(config.model, config.data, config.train)
         if found is None:
-            self.say(f"start     fresh weights, seed {config.train.seed}")
+            self.say(f"start     fresh weights, seed {self.config.train.seed}")
             with refuse_replication():
-                return init_state(config.model, optimizer, self.mesh, config.train.seed, past)
-        state, host = self.checkpoints.restore(found, like=placed_shapes(config.model, optimizer, self.mesh, past))
+                return self.tiers.fresh(self.config.train.seed)
+        state, host = self.checkpoints.restore(found, like=self.tiers.like())
+        state = self.tiers.resumed(state)
         self.loader.restore(host["data"])
         self.say(f"start     resumed from {found} after step {int(state.step)}")
         return state
@@ -183,9 +196,11 @@ class Run:
             config = self.config
             if adaptive.highest:
                 self.program = self.program_of(with_capacity(config.model, size))
-            self.steps[size] = self.compile(state, batches, below)
-            self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(self.steps[size])))
-            self.say(f"saved     {summary(self.choices)}")
+            compiled = self.compile(state, batches, below)
+            self.say(describe(self.plan, self.program.rules, state=tree_bytes(state), **compiled_bytes(compiled)))
+            for line in (f"saved     {summary(self.choices)}", *self.tiers.lines(state)):
+                self.say(line)
+            self.steps[size] = self.tiers.step(compiled)
             if adaptive.highest:
                 self.say(
                     f"capacity  buffers for {size:.3g} times the mean rows, one of {', '.join(f'{each:.3g}' for each in adaptive.sizes())}"
@@ -205,12 +220,9 @@ class Run:
 
     def compile(self, state: TrainState, batches, below: tuple = ()):
         """The compiled step; XLA replicating a tensor by itself is an error."""
-        options = dict(self.flags.taken)
-        if self.config.train.deterministic and jax.default_backend() == "gpu":
-            options["xla_gpu_deterministic_ops"] = True
         lowered = self.program.lower(state, batches, *below)
         with refuse_replication():
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=self.options())
         agree("train step", fingerprint(lowered))
         if self.config.observe.dump and self.main:
             (self.folder / "step.hlo.txt").write_text(compiled.as_text() or "")
@@ -289,6 +301,7 @@ class Run:
     def close(self) -> None:
         """Waits for checkpoints, and ends the threads."""
         self.checkpoints.close()
+        self.tiers.close()
         self.loader.close()
         self.stop.close()
 
@@ -308,7 +321,7 @@ def run(config: RunConfig, console: Console) -> Outcome:
         steps = int(state.step)
         job.checkpoints.wait()
         if job.checkpoints.latest() != steps:
-            job.checkpoints.save(steps, state, {"data": job.loader.state()})
+            job.save(steps, state)
         job.checkpoints.wait()
         job.stop.close()  # all is saved: from here on SIGTERM ends the process
         if not finished:
@@ -352,7 +365,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
             profiler.after(step)
             if config.model.moe.copies.every and step % config.model.moe.copies.every == 0:
                 state, loads = job.rebalance(state)
-            values |= loads
+            values |= loads | job.tiers.values(state)
             if config.train.debug:
                 refuse_non_finite(job, step, out)
             if values["skipped_in_a_row"] > config.train.max_skipped:
@@ -362,7 +375,7 @@ def loop(job: Run, state: TrainState) -> tuple[TrainState, bool]:
                 )
             with timer.part("checkpoint"):
                 if job.checkpoints.due(step):
-                    job.checkpoints.save(step, state, {"data": job.loader.state()})
+                    job.save(step, state)
             values |= timer.lap()
             values |= job.speed(values)
             due = config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps

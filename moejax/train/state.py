@@ -1,7 +1,7 @@
 """What a run carries from step to step."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from moejax.model.past import Past
 from moejax.parallel.axes import ROWS
 from moejax.train.control import init_control
 
+Where = Literal["device", "host", "files"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TrainState:
     """Weights, moments and counters."""
 
     params: dict
+    """What the model reads; rounded where `master` has the weight itself."""
     opt_state: Any
     step: Any
     """int32, global batches seen."""
@@ -38,6 +41,8 @@ class TrainState:
     """What layers are told besides the batch and what that is decided from (moejax.train.control); {} if nothing changes."""
     past: Any = dataclasses.field(default_factory=dict)
     """What the rows of the batch before left (moejax.model.past.Past), with data.windows; else {}."""
+    master: dict = dataclasses.field(default_factory=dict)
+    """Master weights, by path, that lie in host memory while `params` has copies of them (moejax.train.copies)."""
 
 
 def past_shapes(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Past | None:
@@ -66,8 +71,10 @@ def state_shapes(
     return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter, control, {} if past is None else past)
 
 
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, past: Past | None = None) -> TrainState:
-    """Moments lie as their weights do; counters are everywhere."""
+def state_shardings(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, past: Past | None = None, *, moments_on_host: bool = False
+) -> TrainState:
+    """Moments lie as their weights do, in device memory or in the host's; counters are everywhere."""
     params, everywhere = language_model.shardings(config, mesh), NamedSharding(mesh, P())
     place_of = {tuple(step.key for step in steps): place for steps, place in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -75,27 +82,39 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
         """optax keeps moments in copies of the weights' tree: the last keys of a moment's path are its weight's path."""
         names = tuple(getattr(step, "key", None) for step in steps)
         found = next((place_of[names[first:]] for first in range(len(names)) if names[first:] in place_of), everywhere)
-        return found if leaf.ndim else everywhere
+        if not leaf.ndim:
+            return everywhere
+        return found.with_memory_kind("pinned_host") if moments_on_host else found
 
     opt_state = jax.tree_util.tree_map_with_path(place, state_shapes(config, optimizer).opt_state)
     control = jax.tree.map(lambda _: everywhere, init_control(config, mesh.shape["expert"]))
     return TrainState(params, opt_state, everywhere, everywhere, everywhere, control, past_shardings(past, mesh))
 
 
-def placed_shapes(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, past: Past | None = None) -> TrainState:
+def placed_shapes(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, past: Past | None = None, *, moments_on_host: bool = False
+) -> TrainState:
     """Shapes, dtypes and places of a state."""
     return jax.tree.map(
         lambda like, place: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place),
         state_shapes(config, optimizer, num_devices=mesh.shape["expert"], past=past),
-        state_shardings(config, optimizer, mesh, past),
+        state_shardings(config, optimizer, mesh, past, moments_on_host=moments_on_host),
     )
 
 
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, past: Past | None = None) -> TrainState:
-    """A fresh state, made where it lies; `past`: shapes of the past."""
+def init_state(
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    past: Past | None = None,
+    *,
+    moments: Where = "device",
+) -> TrainState:
+    """A fresh state, made where it lies; {} for moments in files. `past`: shapes of the past."""
     params = language_model.init(config, mesh, seed)
-    places = state_shardings(config, optimizer, mesh, past)
-    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    places = state_shardings(config, optimizer, mesh, past, moments_on_host=moments == "host")
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params) if moments != "files" else {}
     zero = jax.device_put(jnp.zeros((), jnp.int32), places.step)
     control = jax.device_put(init_control(config, mesh.shape["expert"]), places.step)
     nothing = jax.tree.map(lambda like, place: jnp.zeros(like.shape, like.dtype, device=place), {} if past is None else past, places.past)

@@ -1,7 +1,8 @@
 """One optimizer step: gradients over all microbatches, clipping, update, router bias."""
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from moejax.model.context import Switches
 from moejax.model.objective import Report, objective, totals
 from moejax.model.past import Past, goes_on
 from moejax.model.transformer import Below
-from moejax.optim.clip import clip_by_global_norm
+from moejax.optim.clip import clip, global_norm
 from moejax.train.control import control_metrics, told, update
+from moejax.train.copies import differentiable
 from moejax.train.state import TrainState
 
 
@@ -47,7 +49,8 @@ def gradients(
     num_microbatches = batches.tokens_BL.shape[0]
     hold = lambda weight, learns: weight if learns else jax.lax.stop_gradient(weight)
     held = lambda params: params if trainable is None else jax.tree.map(hold, params, trainable)
-    run = lambda params, batch, **told: objective(config, losses, held(params), batch, whole, switches, **told)
+    params, read = differentiable(config, params)
+    run = lambda params, batch, **told: objective(config, losses, read(held(params)), batch, whole, switches, **told)
     first = jax.tree.map(lambda array: array[0], batches)
     if num_microbatches == 1:
         run_first = lambda params: run(params, first, control=control, past=past, below=below)
@@ -124,6 +127,78 @@ class StepOutput(NamedTuple):
     """Debug alone: whether each weight's gradient is finite."""
 
 
+class Measured(NamedTuple):
+    """What a step knows before any weight moves."""
+
+    grads: dict
+    """Not clipped."""
+    norm: Any
+    """Global norm of the gradients that count."""
+    finite: Any
+    """Whether weights shall move: loss and norm are finite."""
+    rest: TrainState
+    """The next state, but for what the optimizer moves."""
+    out: StepOutput
+
+
+def measure(
+    state: TrainState,
+    batches,
+    below: dict | None = None,
+    *,
+    config: ModelConfig,
+    losses: LossConfig,
+    trainable: dict,
+    switches: Switches,
+    num_frozen: int = 0,
+) -> Measured:
+    """Gradients and all that follows from a batch without the optimizer: counters, control, router biases, metrics.
+
+    A non-finite loss or gradient leaves biases and control as they were; what its rows leave is forgotten. Arguments as `train_step` has them.
+    """
+    loss, grads, report = gradients(
+        config,
+        losses,
+        state.params,
+        batches,
+        switches,
+        control=told(config, state.control, step=state.step),
+        trainable=trainable,
+        past=state.past or None,
+        below=None if below is None else Below(below, num_frozen),
+    )
+    norm = global_norm(grads, trainable=trainable)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    params = move_biases(state.params, report, losses, num_chosen=config.moe.experts_per_token)
+    skip = (~finite).astype(jnp.int32)
+    rest = dataclasses.replace(
+        state,
+        params=keep_if(finite, params, state.params),
+        step=state.step + 1,
+        skipped=state.skipped + skip,
+        skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
+        control=keep_if(finite, update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
+        # rows have moved on: after a step that is not finite they begin anew, from nothing
+        past=jax.tree.map(lambda left: jnp.where(finite, left, 0), report.past) if state.past else {},
+    )
+    out = StepOutput(step_metrics(loss, norm, report, totals(batches), rest, losses))
+    if batches.segments.copies_BL is not None:
+        out.scalars["computed_tokens"] = jnp.sum(batches.segments.ids_BL >= 0).astype(jnp.float32)
+    if state.past:
+        first_B = batches.positions_BL[0, :, 0]
+        going_on_B = goes_on(state.past, first_B)
+        out.scalars["rows_going_on"], out.scalars["rows_cut_off"] = jnp.sum(going_on_B), jnp.sum((first_B > 0) & ~going_on_B)
+    if switches.debug:
+        flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
+        out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))
+    return Measured(grads, norm, finite, rest, out)
+
+
+def keep_if(finite, new, old):
+    """`new` after a step that counts, else `old`; leaves that are the same array stay."""
+    return jax.tree.map(lambda n, o: n if n is o else jnp.where(finite, n, o), new, old)
+
+
 def train_step(
     state: TrainState,
     batches,
@@ -146,46 +221,14 @@ def train_step(
       clip_norm: largest global norm of the gradients; 0: no clipping.
       trainable: bools keyed like the weights; frozen ones stay out of the norm.
     """
-    control = told(config, state.control, step=state.step)
-    loss, grads, report = gradients(
-        config,
-        losses,
-        state.params,
-        batches,
-        switches,
-        control=control,
-        trainable=trainable,
-        past=state.past or None,
-        below=None if below is None else Below(below, num_frozen),
-    )
-    clipped, norm = clip_by_global_norm(grads, clip_norm, trainable=trainable)  # one NaN makes all of them NaN: flags look at `grads`
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    seen = measure(state, batches, below, config=config, losses=losses, trainable=trainable, switches=switches, num_frozen=num_frozen)
+    clipped = clip(seen.grads, seen.norm, clip_norm)  # one NaN makes all of them NaN
     updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
-    params = jax.tree.map(lambda weight, update: weight + update.astype(weight.dtype), state.params, updates)
-    params = move_biases(params, report, losses, num_chosen=config.moe.experts_per_token)
-    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    skip = (~finite).astype(jnp.int32)
-    new = TrainState(
-        keep(params, state.params),
-        keep(opt_state, state.opt_state),
-        state.step + 1,
-        state.skipped + skip,
-        (state.skipped_in_a_row + skip) * skip,
-        keep(update(config, state.control, report.layers, num_microbatches=batches.tokens_BL.shape[0]), state.control),
-        # rows have moved on: after a step that is not finite they begin anew, from nothing
-        jax.tree.map(lambda left: jnp.where(finite, left, 0), report.past) if state.past else {},
+    params = jax.tree.map(lambda weight, update: weight + update.astype(weight.dtype), seen.rest.params, updates)
+    new = dataclasses.replace(
+        seen.rest, params=keep_if(seen.finite, params, state.params), opt_state=keep_if(seen.finite, opt_state, state.opt_state)
     )
-    out = StepOutput(step_metrics(loss, norm, report, totals(batches), new, losses))
-    if batches.segments.copies_BL is not None:
-        out.scalars["computed_tokens"] = jnp.sum(batches.segments.ids_BL >= 0).astype(jnp.float32)
-    if state.past:
-        first_B = batches.positions_BL[0, :, 0]
-        going_on_B = goes_on(state.past, first_B)
-        out.scalars["rows_going_on"], out.scalars["rows_cut_off"] = jnp.sum(going_on_B), jnp.sum((first_B > 0) & ~going_on_B)
-    if switches.debug:
-        flags = {section: {place: layer["finite_2"] for place, layer in layers.items()} for section, layers in report.layers.items()}
-        out = StepOutput(out.scalars, flags, jax.tree.map(lambda grad: jnp.isfinite(grad).all(), grads))
-    return new, out
+    return new, seen.out
 
 
 def move_biases(params: dict, report: Report, losses: LossConfig, *, num_chosen: int) -> dict:

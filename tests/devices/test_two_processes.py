@@ -100,6 +100,22 @@ def test_microbatches_of_two_processes_train_as_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_keep_their_moments_in_files_of_their_own(tmp_path):
+    """And go on from their checkpoint, with the losses of two processes that keep them on the devices."""
+    curves = {}
+    for where in ("device", "files"):
+        folder = tmp_path / where
+        folder.mkdir()
+        config = commands.write_config(folder)
+        for steps in (2, 4):
+            outputs = run_pair(config, "--train.steps", steps, "--optim.kind", "muon", "--tiers.optimizer", where)
+        assert "resumed" in outputs[0][0]
+        curves[where] = curve(folder)
+    assert curves["files"] == curves["device"] and len(curves["files"]) == 4
+    assert {path.name for path in (tmp_path / "files" / "runs" / "smallest" / "tiers").iterdir()} == {"process0", "process1"}
+
+
+@pytest.mark.slow
 def test_when_one_of_two_dies_the_other_names_it_and_ends(tmp_path):
     pair = start_pair(commands.write_config(tmp_path), "--train.steps", "100000", "--processes.timeout_s", "10")
     lines = tmp_path / "runs" / "smallest" / metrics.FILE_NAME

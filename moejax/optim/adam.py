@@ -1,0 +1,32 @@
+"""Adam's step, written so that it has the same bits in every program that it is part of."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, its state included, with the two bias corrections as products with a scalar's inverse.
+
+    Given `mean / scalar / (root + eps)`, XLA divides once, twice, or multiplies by an inverse, depending on how many weights share the
+    scalar; so a weight updated alone would differ by a rounding from one updated among others.
+
+    Source: Kingma and Ba 2015, "Adam", algorithm 1.
+    """
+
+    def init(params):
+        zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
+
+    def update(grads, state, params=None):
+        count = optax.safe_increment(state.count)
+        mu = jax.tree.map(lambda grad, mu: (1 - beta1) * grad + beta1 * mu, grads, state.mu)
+        nu = jax.tree.map(lambda grad, nu: (1 - beta2) * (grad * grad) + beta2 * nu, grads, state.nu)
+
+        def step(mu, nu):
+            of_mean, of_square = ((1 / (1 - beta**count)).astype(mu.dtype) for beta in (beta1, beta2))
+            return mu * of_mean / (jnp.sqrt(nu * of_square) + eps)
+
+        return jax.tree.map(step, mu, nu), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
