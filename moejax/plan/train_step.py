@@ -12,8 +12,8 @@ from moejax.parallel.mesh import make_mesh
 from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.plan.compiled import collectives, launches
 from moejax.plan.targets import Target, devices
-from moejax.train.copies import rounded, split_shapes
 from moejax.train.file_moments import counts_alone
+from moejax.train.masters import rounded, split_shapes
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe

@@ -1,6 +1,7 @@
 """Where the state of a run's optimizer lies, and its way to the devices, to files and into checkpoints."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from jax.sharding import Mesh
 from moejax.config.run import RunConfig
 from moejax.memory.shelf import Shelf
 from moejax.observe.memory import tree_bytes
-from moejax.train.copies import joined, rounded, split_arrays, split_shapes
 from moejax.train.file_moments import FileMoments
+from moejax.train.masters import joined, rounded, split_arrays, split_shapes
 from moejax.train.program import Program
 from moejax.train.state import TrainState, init_state, past_shapes, placed_shapes, state_shardings
 
@@ -30,7 +31,7 @@ class Tiers:
         self.where, self.model, self.mesh, self.optimizer = config.tiers.optimizer, config.model, mesh, program.optimizer
         self.rounded = rounded(self.model, program.updates) if config.tiers.master_weights else frozenset()
         self.compute = config.model.precision.compute
-        self.past = past_shapes(config.model, config.data, config.train)
+        self.past_shapes = functools.cache(lambda: past_shapes(config.model, config.data, config.train))  # for when the mesh is set
         self.files: FileMoments | None = None
         if self.where == "files":
             own = Path(config.tiers.folder or folder / "tiers") / f"process{jax.process_index()}"
@@ -40,14 +41,14 @@ class Tiers:
 
     def fresh(self, seed: int) -> TrainState:
         """The state to begin a run with."""
-        state = init_state(self.model, self.optimizer, self.mesh, seed, self.past, moments=self.where)
+        state = init_state(self.model, self.optimizer, self.mesh, seed, self.past_shapes(), moments=self.where)
         if self.files is not None:
             state = dataclasses.replace(state, opt_state=self.files.begin(state.params))
         return self._split(state)
 
     def like(self) -> TrainState:
         """Shapes and places of a whole state, as checkpoints have it; what does not lie on the devices is in host memory there."""
-        whole = placed_shapes(self.model, self.optimizer, self.mesh, self.past, moments_on_host=self.where != "device")
+        whole = placed_shapes(self.model, self.optimizer, self.mesh, self.past_shapes(), moments_on_host=self.where != "device")
         return joined(split_shapes(whole, self.rounded, self.compute))
 
     def resumed(self, state: TrainState) -> TrainState:

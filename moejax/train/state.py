@@ -42,7 +42,7 @@ class TrainState:
     past: Any = dataclasses.field(default_factory=dict)
     """What the rows of the batch before left (moejax.model.past.Past), with data.windows; else {}."""
     master: dict = dataclasses.field(default_factory=dict)
-    """Master weights, by path, that lie in host memory while `params` has copies of them (moejax.train.copies)."""
+    """Master weights, by path, that lie in host memory while `params` has copies of them (moejax.train.masters)."""
 
 
 def past_shapes(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Past | None:

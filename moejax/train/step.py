@@ -17,7 +17,7 @@ from moejax.model.past import Past, goes_on
 from moejax.model.transformer import Below
 from moejax.optim.clip import clip, global_norm
 from moejax.train.control import control_metrics, told, update
-from moejax.train.copies import differentiable
+from moejax.train.masters import differentiable
 from moejax.train.state import TrainState
 
 
