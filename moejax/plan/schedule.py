@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 import jax
 import numpy as np
@@ -59,14 +60,16 @@ class HostCopy:
     op_name: str
     """Where it comes from in the traced program."""
     meanwhile: tuple[str, ...]
-    """Where the matrix products between its start and its end come from; empty for a copy that everything waits for."""
+    """Where the matrix products between its start and its end come from, whole loops of them too; empty for a copy that everything waits for."""
 
 
 def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
     """Copies between device and host in the order in which they start; those of a loop's body once."""
     found = []
     fused = set(re.findall(r"calls=%?([\w.-]+)", compiled.as_text() or ""))
-    for name, instructions, products in _schedules(compiled):
+    schedules = list(_schedules(compiled))
+    loops = {name for name, instructions, products in schedules if any(_is_matmul(match.string, products) for match in instructions)}
+    for name, instructions, products in schedules:
         if name in fused:
             continue
         shapes = {match[1]: match[2] for match in instructions}
@@ -82,7 +85,7 @@ def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
                     to_host=to_host,
                     moved_bytes=max(device_bytes, default=0) if to_host else _bytes(result),
                     op_name=_op_name(match.string),
-                    meanwhile=_meanwhile(instructions, place, products),
+                    meanwhile=_meanwhile(instructions, place, products, loops),
                 )
             )
     return found
@@ -96,12 +99,13 @@ def _schedules(compiled: jax.stages.Compiled) -> Iterator[tuple[str, list[re.Mat
         yield name, [match for match in map(_INSTRUCTION.match, lines) if match], products
 
 
-def _meanwhile(instructions: list[re.Match], place: int, products: set[str]) -> tuple[str, ...]:
-    """Where the products between the start at `place` and its end come from."""
+def _meanwhile(instructions: list[re.Match], place: int, products: set[str], loops: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
+    """Where the products between the start at `place` and its end come from, and the loops whose bodies are among `loops`."""
     used = re.compile(rf"%{re.escape(instructions[place][1])}\b")
     later = instructions[place + 1 :]
     end = next((i for i, other in enumerate(later) if other[3].endswith("-done") and used.search(other[4])), 0)
-    return tuple(_op_name(other.string) for other in later[:end] if _is_matmul(other.string, products))
+    works = lambda line: _is_matmul(line, products) or bool(loops & set(re.findall(r" while\(.*body=%?([\w.-]+)", line)))
+    return tuple(_op_name(other.string) for other in later[:end] if works(other.string))
 
 
 def _computations(text: str) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from moejax.observe.memory import compiled_bytes, tree_bytes
 from moejax.parallel.mesh import make_mesh
 from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.plan.compiled import collectives, launches
+from moejax.plan.schedule import host_copies
 from moejax.plan.targets import Target, devices
 from moejax.train.file_moments import counts_alone
 from moejax.train.masters import rounded, split_shapes
@@ -68,4 +69,9 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
         f"{'launches':9} {spell(launches(compiled))} (loop bodies once)",
         f"{'traffic':9} {spell(collectives(compiled))} (loop bodies once)",
     ]
+    if copies := host_copies(compiled):
+        there, bare = sum(copy.to_host for copy in copies), sum(not copy.meanwhile for copy in copies)
+        lines.append(
+            f"{'host':9} {there} copies there, {len(copies) - there} back, {bare} of them with no matmul beside (loop bodies once)"
+        )
     return PlannedStep(plan, lowered, compiled, "\n".join(lines))

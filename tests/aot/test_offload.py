@@ -75,16 +75,18 @@ def planned(name: str) -> PlannedStep:
     return plan_step(config(MEMORY[name]), TARGETS["h200"], DEVICES)
 
 
-def test_the_host_holds_the_bytes_that_were_asked_for_and_each_copy_has_matmuls_beside_it():
-    step = planned("balanced, on the host")
-    wanted = plan_saved(step.plan, gpu=True)
-    assert compiled_bytes(step.compiled)["host_bytes"] == wanted.chosen_bytes("offload") > 0
+@pytest.mark.parametrize("name", ["balanced, on the host", "lean, layer inputs on the host"])
+def test_the_host_holds_the_bytes_that_were_asked_for_and_each_copy_has_matmuls_beside_it(name):
+    """With layer inputs alone, nothing of a layer can be computed again before they are back."""
+    step = planned(name)
+    wanted = plan_saved(step.plan, gpu=True).chosen_bytes("offload")
+    assert compiled_bytes(step.compiled)["host_bytes"] == wanted > 0
     copies = host_copies(step.compiled)
-    there, back = ([copy for copy in copies if copy.to_host == to_host] for to_host in (True, False))
-    each = wanted.chosen_bytes("offload") // (MODEL.num_layers // 2)  # a step of the scan holds two layers
-    assert sum(copy.moved_bytes for copy in there) == sum(copy.moved_bytes for copy in back) == each
-    bare = [copy for copy in copies if not copy.meanwhile]
-    assert not bare, bare
+    there, back = (sum(copy.moved_bytes for copy in copies if copy.to_host == to_host) for to_host in (True, False))
+    each = wanted // (MODEL.num_layers // 2)  # a step of the scan holds two layers
+    # back: the top step's before the backward loop, the others' inside, and XLA may take the loop's first turn out of it
+    assert there == each and back in (2 * each, 3 * each), (there, back, each)
+    assert not [copy for copy in copies if not copy.meanwhile]
 
 
 def test_named_results_on_a_gpu_have_the_bytes_of_the_table():
