@@ -31,7 +31,8 @@ def policy(saved: Saved):
 def by_preset(config: MemoryConfig) -> dict[str, Choice]:
     """What a config other than `auto` does with each name."""
     kept = {"fast": tuple(RESULTS), "balanced": BALANCED, "lean": LEAN}[config.preset]
-    return {name: "keep" if name in kept else "recompute" for name in RESULTS} | overrides(config)
+    choices: dict[str, Choice] = {name: "keep" if name in kept else "recompute" for name in RESULTS}
+    return choices | overrides(config)
 
 
 def overrides(config: MemoryConfig) -> dict[str, Choice]:

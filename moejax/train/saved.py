@@ -48,7 +48,7 @@ def plan_saved(plan: Plan, *, gpu: bool, model: ModelConfig | None = None) -> Sa
     if memory.preset == "auto":
         kinds = {kind for layer in model.layers() for kind in (layer.mixer, layer.feed_forward)}
         flops = sum(part.flops for part in counting.count(model, length) if part.name in kinds)
-        choices = fit(memory, totals, beside_s=setting.tokens * flops / (memory.compute_tflops * 1e12))
+        choices: dict[str, Choice] = fit(memory, totals, beside_s=setting.tokens * flops / (memory.compute_tflops * 1e12))
     else:
         choices = {name: choice for name, choice in by_preset(memory).items() if name in totals}
     return SavedPlan(results=found, totals=totals, choices=choices, saved=saved(memory, choices))

@@ -61,6 +61,6 @@ def test_values_and_gradients_are_those_of_a_plain_scan(num_steps):
 def test_constants_and_inputs_of_a_step_are_not_stacked_again():
     """Kept per step are the two results that go away, the order, and what the carry's cotangent needs: no weight, no mask."""
     carry, xs, constants = inputs(5)
-    pull = jax.eval_shape(lambda carry, xs: jax.vjp(lambda *args: prefetch.scan(body, *args, constants), carry, xs)[1], carry, xs)
+    pull = jax.eval_shape(lambda carry, xs: jax.vjp(lambda carry, xs: prefetch.scan(body, carry, xs, constants), carry, xs)[1], carry, xs)
     stacked = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == (5,)]
     assert sorted(stacked) == sorted([(5, 8, 8), (5,), (5,), (5, 4, 8), (5, 4, 8), (5, 4)]), stacked
