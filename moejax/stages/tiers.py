@@ -13,7 +13,7 @@ from moejax.observe.memory import tree_bytes
 from moejax.train.copies import joined, rounded, split_arrays, split_shapes
 from moejax.train.file_moments import FileMoments
 from moejax.train.program import Program
-from moejax.train.state import TrainState, init_state, placed_shapes, state_shardings
+from moejax.train.state import TrainState, Where, init_state, placed_shapes, state_shardings
 
 
 class Tiers:
@@ -27,7 +27,8 @@ class Tiers:
         Raises:
           ShelfBusyError: another run keeps its moments in the same files.
         """
-        self.where, self.model, self.mesh, self.optimizer = config.tiers.optimizer, config.model, mesh, program.optimizer
+        self.where: Where = config.tiers.optimizer
+        self.model, self.mesh, self.optimizer = config.model, mesh, program.optimizer
         self.rounded = rounded(self.model, program.updates) if config.tiers.master_weights else frozenset()
         self.compute = config.model.precision.compute
         self.files: FileMoments | None = None

@@ -27,7 +27,7 @@ from moejax.train.step import StepOutput, train_step
 class Program:
     """A step and what belongs to it."""
 
-    step: Callable[[TrainState, Any], tuple[TrainState, StepOutput]]
+    step: Callable[[TrainState, Any], tuple[TrainState, StepOutput | Gradients]]
     """(state, batches) -> (next state, what the step tells); see `train_step`. With moments in files: `gradient_step`."""
     optimizer: optax.GradientTransformation
     """Its init makes the state's moments."""
