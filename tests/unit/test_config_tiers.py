@@ -32,7 +32,11 @@ def test_fields_without_effect_or_sense_are_refused(fields, words):
 @pytest.mark.parametrize(
     ("tiers", "model", "words"),
     [
-        (HOST, dataclasses.replace(MODEL, moe=tiny.moe(copies=CopiesConfig(every=2, move=True), node_size=1)), "model.moe.copies.move=True moves"),
+        (
+            HOST,
+            dataclasses.replace(MODEL, moe=tiny.moe(copies=CopiesConfig(every=2, move=True), node_size=1)),
+            "model.moe.copies.move=True moves",
+        ),
         (MASTERS, dataclasses.replace(MODEL, precision=tiny.FLOAT32), "copy weights that are not rounded"),
         (MASTERS, dataclasses.replace(MODEL, scan_layers=False), "built for stacked layers"),
     ],
