@@ -3,7 +3,7 @@
 import concurrent.futures
 import fcntl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Shelf:
         self._writing: dict[str, concurrent.futures.Future] = {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "moejax shelf reader")
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax shelf writer")
-        self._seconds = dict.fromkeys(("read_s", "read_wait_s", "write_s", "write_wait_s"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(("read_s", "read_wait_s", "write_s", "write_wait_s"), 0.0)
 
     def write(self, name: str, arrays: Mapping[str, jax.Array | Parts]) -> None:
         """Begins to write a record, in place of one of that name; the arrays may still be in the making.
@@ -78,11 +78,11 @@ class Shelf:
         self._seconds["write_wait_s"] += time.perf_counter() - began_s
         self._writing[name] = self._writer.submit(self._write, name, arrays)
 
-    def read(self, names: list[str]) -> Iterator[Record]:
+    def read(self, names: list[str]) -> Generator[Record]:
         """The records, in this order; reading begins at once, and goes on while the caller works on those it has."""
         futures = [self._read_later(name) for name in names[: self.ahead]]
 
-        def records() -> Iterator[Record]:
+        def records() -> Generator[Record]:
             try:
                 for at in range(len(names)):
                     began_s = time.perf_counter()
@@ -108,7 +108,7 @@ class Shelf:
 
     def seconds(self) -> dict[str, float]:
         """Time that reading and writing took since the last call, and time that the caller waited for them: the rest was hidden."""
-        taken = dict(self._seconds)
+        taken = self._seconds
         self._seconds = dict.fromkeys(taken, 0.0)
         return taken
 

@@ -22,6 +22,11 @@ def tree_bytes(tree: Any, *, on_host: bool = False) -> int:
             everywhere += math.prod(leaf.shape) * leaf.dtype.itemsize
             continue
         shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if isinstance(
+            getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh
+        ):  # a mesh without its devices: every one holds a shard
+            everywhere += shard_bytes
+            continue
         for device in leaf.sharding.device_set:
             held[device] = held.get(device, 0) + shard_bytes
     return max(held.values(), default=0) + everywhere

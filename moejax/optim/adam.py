@@ -18,13 +18,13 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
         zeros = lambda: jax.tree.map(jnp.zeros_like, params)
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda grad, mu: (1 - beta1) * grad + beta1 * mu, grads, state.mu)
-        nu = jax.tree.map(lambda grad, nu: (1 - beta2) * (grad * grad) + beta2 * nu, grads, state.nu)
+        mu = jax.tree.map(lambda grad, mu: (1 - beta1) * grad + beta1 * mu, updates, state.mu)
+        nu = jax.tree.map(lambda grad, nu: (1 - beta2) * (grad * grad) + beta2 * nu, updates, state.nu)
 
         def step(mu, nu):
-            of_mean, of_square = ((1 / (1 - beta**count)).astype(mu.dtype) for beta in (beta1, beta2))
+            of_mean, of_square = (jnp.astype(1 / (1 - beta**count), mu.dtype) for beta in (beta1, beta2))
             return mu * of_mean / (jnp.sqrt(nu * of_square) + eps)
 
         return jax.tree.map(step, mu, nu), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)

@@ -114,7 +114,7 @@ def with_layer(array, layer, part):
     return jax.lax.dynamic_update_slice_in_dim(array, part, layer, axis=0)
 
 
-def get(tree, names: tuple[str, ...]):
+def get(tree, names: tuple[str, ...]) -> Any:
     """The leaf under these keys."""
     for name in names:
         tree = tree[name]

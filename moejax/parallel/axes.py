@@ -37,6 +37,15 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     return NamedSharding(mesh, spec(axes))
 
 
+def on_host(place: NamedSharding) -> NamedSharding:
+    """The same place in pinned host memory.
+
+    JAX forgets the memory of devices that a program is only compiled for; on the mesh's shape without its devices it keeps it.
+    """
+    there = place.with_memory_kind("pinned_host")
+    return there if there.memory_kind else NamedSharding(place.mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
+
+
 def constrain_rows(x):
     """Keeps the first dim of an activation split over the token axes (needs a mesh set by jax.set_mesh)."""
     return jax.lax.with_sharding_constraint(x, ROWS)

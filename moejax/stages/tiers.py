@@ -14,7 +14,7 @@ from moejax.observe.memory import tree_bytes
 from moejax.train.file_moments import FileMoments
 from moejax.train.masters import joined, rounded, split_arrays, split_shapes
 from moejax.train.program import Program
-from moejax.train.state import TrainState, init_state, past_shapes, placed_shapes, state_shardings
+from moejax.train.state import TrainState, Where, init_state, past_shapes, placed_shapes, state_shardings
 
 
 class Tiers:
@@ -28,7 +28,8 @@ class Tiers:
         Raises:
           ShelfBusyError: another run keeps its moments in the same files.
         """
-        self.where, self.model, self.mesh, self.optimizer = config.tiers.optimizer, config.model, mesh, program.optimizer
+        self.where: Where = config.tiers.optimizer
+        self.model, self.mesh, self.optimizer = config.model, mesh, program.optimizer
         self.rounded = rounded(self.model, program.updates) if config.tiers.master_weights else frozenset()
         self.compute = config.model.precision.compute
         self.past_shapes = functools.cache(lambda: past_shapes(config.model, config.data, config.train))  # for when the mesh is set

@@ -36,7 +36,6 @@ def host_step(state: TrainState, batches, *, updates: list[WeightUpdate], **part
 def _visit(update: WeightUpdate, weight, master, grad, seen: Measured, old: dict):
     """A weight as the model reads it, its master if that lies on the host (else None), and its moments and counts, after the update."""
     counts, moments = ({path: old[path] for path in paths} for paths in (update.counts, update.moments))
-    master, moments = jax.device_put((master, moments), HOST)  # they are there; of a shape with its place JAX does not know it
 
     def piece(weight, grad, away):
         master, moments = jax.device_put(away, DEVICE)

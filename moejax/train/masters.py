@@ -11,6 +11,7 @@ from moejax.config.model import ModelConfig
 from moejax.model import language_model
 from moejax.optim.groups import is_matrix, path_of
 from moejax.optim.pieces import STACKED, WeightUpdate
+from moejax.parallel.axes import on_host
 from moejax.train.state import TrainState
 
 FLOAT32_INSIDE = frozenset({"weight_DJ"})
@@ -33,7 +34,7 @@ def split_arrays(state: TrainState, paths: frozenset[str], dtype: str, *, master
     """The state whose `params` are copies at some paths, with the masters, which they were, in host memory, if they are wanted."""
     on_device = lambda leaf: leaf.sharding.with_memory_kind("device")
     copy = lambda leaf: jax.device_put(leaf, on_device(leaf)).astype(dtype)
-    away = lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")) if masters else None
+    away = lambda leaf: jax.device_put(leaf, on_host(leaf.sharding)) if masters else None
     split = _split(state, paths, copy, away)
     return split if masters else dataclasses.replace(split, master={})
 
@@ -41,7 +42,7 @@ def split_arrays(state: TrainState, paths: frozenset[str], dtype: str, *, master
 def split_shapes(state: TrainState, paths: frozenset[str], dtype: str) -> TrainState:
     """The same of shapes with their places."""
     copy = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-    away = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind("pinned_host"))
+    away = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
     return _split(state, paths, copy, away)
 
 

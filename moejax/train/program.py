@@ -28,7 +28,7 @@ from moejax.train.step import train_step
 class Program:
     """A step and what belongs to it."""
 
-    step: Callable[..., tuple[TrainState, Any]]
+    step: Callable[..., tuple[TrainState, StepOutput | Gradients]]
     """(state, batches, below or None) -> (next state, what the step tells); see `train_step`. With moments in files: `gradient_step`."""
     optimizer: optax.GradientTransformation
     """Its init makes the state's moments."""

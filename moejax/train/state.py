@@ -17,7 +17,7 @@ from moejax.data.batch import Batch
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.past import Past
-from moejax.parallel.axes import ROWS
+from moejax.parallel.axes import ROWS, on_host
 from moejax.train.control import init_control
 
 Where = Literal["device", "host", "files"]
@@ -84,7 +84,7 @@ def state_shardings(
         found = next((place_of[names[first:]] for first in range(len(names)) if names[first:] in place_of), everywhere)
         if not leaf.ndim:
             return everywhere
-        return found.with_memory_kind("pinned_host") if moments_on_host else found
+        return on_host(found) if moments_on_host else found
 
     opt_state = jax.tree_util.tree_map_with_path(place, state_shapes(config, optimizer).opt_state)
     control = jax.tree.map(lambda _: everywhere, init_control(config, mesh.shape["expert"]))

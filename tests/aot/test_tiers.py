@@ -61,7 +61,8 @@ def test_moments_lie_in_host_memory_and_nothing_else_does():
 
 def test_the_update_takes_the_room_of_some_pieces_on_the_device():
     more = memory(optimizer="host").temp_size_in_bytes - memory().temp_size_in_bytes
-    assert more < 12 * PIECE_BYTES < WEIGHTS_BYTES / 2, more / PIECE_BYTES
+    assert more < 3 * PIECE_BYTES < WEIGHTS_BYTES / 10, more / PIECE_BYTES  # 1.4 pieces; the moments are 65
+    assert memory(optimizer="host").host_temp_size_in_bytes == 0
 
 
 def test_with_master_weights_there_the_device_has_rounded_copies_alone():
@@ -69,4 +70,5 @@ def test_with_master_weights_there_the_device_has_rounded_copies_alone():
     for part in ("argument", "output", "alias"):
         assert getattr(masters, f"{part}_size_in_bytes") == pytest.approx(WEIGHTS_BYTES - ROUNDED_BYTES / 2, abs=SMALL), part
         assert getattr(masters, f"host_{part}_size_in_bytes") == pytest.approx(2 * WEIGHTS_BYTES + ROUNDED_BYTES, abs=SMALL), part
-    assert masters.temp_size_in_bytes - memory().temp_size_in_bytes < 12 * PIECE_BYTES
+    assert masters.temp_size_in_bytes - memory().temp_size_in_bytes < 3 * PIECE_BYTES  # no layer's weights but one are widened at a time
+    assert masters.host_temp_size_in_bytes == 0

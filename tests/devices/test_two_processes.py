@@ -11,11 +11,12 @@ import pytest
 from moejax.observe import metrics
 from moejax.parallel.watch import EXIT_LOST
 
-FLAGS = ("--train.eval_batches", "2", "--optim.kind", "sgd", "--optim.learning_rate", "0.5", "--observe.tensorboard", "False")
+FLAGS = ("--train.eval_batches", "2", "--observe.tensorboard", "False")
+SGD = ("--optim.kind", "sgd", "--optim.learning_rate", "0.5")
 TIMEOUT_S = 900
 
 
-def start_pair(config, *flags):
+def start_pair(config, *flags, optim=SGD):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -24,6 +25,7 @@ def start_pair(config, *flags):
             "train",
             config,
             *FLAGS,
+            *optim,
             *flags,
             "--mesh.simulate_devices",
             "4",
@@ -38,15 +40,15 @@ def start_pair(config, *flags):
     ]
 
 
-def run_pair(config, *flags):
-    pair = start_pair(config, *flags)
+def run_pair(config, *flags, optim=SGD):
+    pair = start_pair(config, *flags, optim=optim)
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in pair]
     assert pair[0].returncode == pair[1].returncode and pair[0].returncode in (0, 1), "\n".join(out + err for out, err in outputs)
     return outputs
 
 
 def run_one(config, *flags):
-    code, out, err = commands.moejax("train", config, *FLAGS, *flags, timeout_s=TIMEOUT_S)
+    code, out, err = commands.moejax("train", config, *FLAGS, *SGD, *flags, timeout_s=TIMEOUT_S)
     assert code in (0, 1), out + err
     return out
 
@@ -108,7 +110,7 @@ def test_two_processes_keep_their_moments_in_files_of_their_own(tmp_path):
         folder.mkdir()
         config = commands.write_config(folder)
         for steps in (2, 4):
-            outputs = run_pair(config, "--train.steps", steps, "--optim.kind", "muon", "--tiers.optimizer", where)
+            outputs = run_pair(config, "--train.steps", steps, "--tiers.optimizer", where, optim=("--optim.kind", "muon"))
         assert "resumed" in outputs[0][0]
         curves[where] = curve(folder)
     assert curves["files"] == curves["device"] and len(curves["files"]) == 4
