@@ -21,7 +21,7 @@ from moejax.optim.pieces import WeightUpdate, cut
 from moejax.train.file_moments import Gradients, gradient_step
 from moejax.train.host_moments import host_step
 from moejax.train.state import TrainState
-from moejax.train.step import train_step
+from moejax.train.step import StepOutput, train_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
