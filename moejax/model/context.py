@@ -34,6 +34,7 @@ class Switches:
     """Keys and values, beside states, that the rows leave for a later batch (moejax.model.past); None: nothing is left."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Before:
     """How the rows of a batch hang together with a past."""

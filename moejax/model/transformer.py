@@ -146,9 +146,9 @@ class Transformer(nnx.Module):
         offset, size = len(self.plan.head), len(self.plan.unit)
 
         def unit(carry, step, batch):
-            (index, weights, control, past), (segments, positions_BL) = step, batch
+            (index, weights, control, past), (segments, positions_BL, before) = step, batch
             layers, aux = nnx.merge(graph, weights), {}
-            of_batch = dataclasses.replace(context, segments=segments, positions_BL=positions_BL)
+            of_batch = dataclasses.replace(context, segments=segments, positions_BL=positions_BL, before=before)
             for place, layer in layers.items():
                 number = offset + int(place)
                 of_layer = dataclasses.replace(of_batch, control=control.get(place), past=past.get(place))
@@ -157,8 +157,8 @@ class Transformer(nnx.Module):
 
         of_units = [(tree or {}).get("unit", {}) for tree in (context.control, context.past)]
         steps = (jnp.arange(self.plan.num_units), stacked, *of_units)
-        batch, saved = (context.segments, context.positions_BL), context.switches.saved
-        if saved is not None and saved.offloaded and context.before is None:  # nor does a gradient flow to what the steps close over
+        batch, saved = (context.segments, context.positions_BL, context.before), context.switches.saved
+        if saved is not None and saved.offloaded:
             return prefetch.scan(unit, carry, steps, batch)
         return jax.lax.scan(lambda carry, step: unit(carry, step, batch), carry, steps)
 

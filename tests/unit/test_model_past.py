@@ -10,8 +10,10 @@ import pytest
 import tiny
 from moejax_kernels.implementation import UnsupportedError
 
+from moejax.config.memory import LEAN
 from moejax.config.training import LossConfig
 from moejax.data.batch import NOTHING, Batch
+from moejax.memory.policy import Saved
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.transformer import Below
@@ -65,11 +67,11 @@ def index_loss(output):
     return output.aux["head"].get("0", {}).get("index_kl", 0.0)
 
 
-def in_windows(config, num_keys, params, batches):
+def in_windows(config, num_keys, params, batches, saved=None):
     """Hidden states [B, L, D] and the sum of losses; pasts are handed on with their gradients."""
     past, hidden, loss = None, [], 0.0
     for batch in batches:
-        switches = Switches(past_keys=num_keys, index=index_stage(config))
+        switches = Switches(past_keys=num_keys, index=index_stage(config), saved=saved)
         output = language_model.forward(config, params, batch, switches, past=past)
         past = output.past
         hidden.append(output.hidden_BLD)
@@ -104,6 +106,20 @@ def test_windows_equal_the_whole_document_and_its_gradients(name):
     np.testing.assert_allclose(hidden_BLD[real_BL], want_BLD[real_BL], rtol=0, atol=1e-11 * np.abs(want_BLD).max())
     error, path = tiny.worst(grads, want)
     assert error < 1e-9, path
+
+
+@pytest.mark.parametrize("saved", [Saved(), Saved((), LEAN)], ids=["lean", "offloaded"])
+def test_pasts_go_with_what_layers_keep(saved):
+    """Layers that are scanned; gradients flow back through the pasts, which the steps of the scan take in."""
+    config = tiny.model("kda", "gqa", num_layers=4, **EXACT, **DENSE | {"scan_layers": True})
+    with jax.enable_x64(True), jax.set_mesh(mesh_from()):
+        params, batches = tiny.weights(config, bias=0.1), jax.device_put(list(windows()))
+        run = lambda saved: jax.jit(
+            jax.value_and_grad(lambda params: in_windows(config, 12, params, batches, saved)[0]), compiler_options=tiny.QUICK_TO_COMPILE
+        )(params)
+        (want_loss, want), (loss, grads) = jax.device_get((run(None), run(saved)))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-13)
+    assert tiny.worst(grads, want)[0] < 1e-12, tiny.worst(grads, want)  # sums in another order
 
 
 def test_too_few_keys_are_noticed():
