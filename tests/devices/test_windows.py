@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
 from moejax.config.data import DataConfig
@@ -38,6 +39,7 @@ def windows(batch):
         yield Batch.build(*part, start_B=batch.positions_BL[:, at], next_B=next_B)
 
 
+@pytest.mark.slow
 def test_steps_over_windows_see_the_loss_of_the_whole_and_forget_after_a_step_that_is_not_finite():
     config, losses, train = MODEL, LossConfig(), TrainConfig(carry_keys=16)
     mesh, program = mesh_from(data=2, fsdp=2), make_program(config, losses, STILL, train, windows=True)

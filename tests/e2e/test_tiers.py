@@ -80,6 +80,7 @@ def check(folder, whole):
         np.testing.assert_array_equal(got[path], want[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_a_write_goes_on_from_its_checkpoint(whole, tmp_path):
     commands.write_config(tmp_path)
     flags = (*FLAGS, "--train.steps", "6", "--tiers.optimizer", "files", "--tiers.folder", str(tmp_path / "nvme"))

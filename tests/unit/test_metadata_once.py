@@ -170,6 +170,7 @@ def test_a_tree_cannot_be_rebuilt():
         segments.rebuilt()
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_do_not_depend_on_where_borders_are_built():
     config = tiny.model("kda", "kda")
     batch, params = tiny.batch(), tiny.weights(config, bias=0.1)

@@ -108,6 +108,7 @@ def test_windows_equal_the_whole_document_and_its_gradients(name):
     assert error < 1e-9, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [Saved(), Saved((), LEAN)], ids=["lean", "offloaded"])
 def test_pasts_go_with_what_layers_keep(saved):
     """Layers that are scanned; gradients flow back through the pasts, which the steps of the scan take in."""
