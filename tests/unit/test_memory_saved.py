@@ -40,7 +40,6 @@ CHOICES = {"balanced": Saved(BALANCED), "all offloaded": Saved((), ALL)}
 MORE = {
     "lean": Saved(),
     "all kept": Saved(ALL),
-    "each second kept": Saved(ODD),
     "the others on the host": Saved(ODD, tuple(set(ALL) - set(ODD))),
 }
 
@@ -63,14 +62,17 @@ def test_presets_change_neither_loss_nor_gradients_nor_counts(saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", MORE.values(), ids=MORE)
-@pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize(
+    ("config", "saved"),
+    [("delta", "lean"), ("delta", "the others on the host"), ("softmax", "all kept"), ("softmax", "the others on the host")],
+    ids=str,
+)
 def test_mixed_choices_change_neither_loss_nor_gradients_nor_counts(config, saved):
-    same_step(config, saved)
+    same_step(EVERY[config], MORE[saved])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("index_ids", "index_inputs")])
+@pytest.mark.parametrize("name", ["residual_mix", "conv", "chunk_states", "attention", "expert_rows", "expert_hidden"])
 def test_no_name_kept_alone_changes_loss_or_gradients(name):
     made = "softmax" if name in ("latent", "query", "attention", "dense_hidden") else "delta"
     same_step(EVERY[made], Saved((*LEAN, name)))
