@@ -22,8 +22,8 @@ def model(**moe):
     return tiny.model("gqa", num_layers=3, num_dense_layers=1, dense_hidden=16, precision=tiny.FLOAT64, moe=tiny.moe(**moe))
 
 
-def batches(num):
-    return [tiny.batch(seed=seed) for seed in range(num)]
+def batches(num, rows=8):
+    return [tiny.batch(rows, seed=seed) for seed in range(num)]
 
 
 def rebalanced(config, state, mesh):
@@ -57,12 +57,13 @@ def test_training_with_copies_and_other_homes_is_training_without(move, accumula
     settings = dataclasses.replace(COPIES, move=move)
     with jax.enable_x64(True):
         plain = tiny.trainer(model(), optim=MOMENTUM, fsdp=2, expert=4, accumulation=accumulation)
-        want, want_told = plain.run(batches(5))
+        data = batches(5, rows=8 * accumulation)  # a row on each device
+        want, want_told = plain.run(data)
         config = model(copies=settings, node_size=2 if move else 0)
         trainer = tiny.trainer(config, optim=MOMENTUM, fsdp=2, expert=4, accumulation=accumulation)
         state, told, moved, used = trainer.state, [], 0, 0
         for first in (0, 2, 4):
-            state, more = trainer.run(batches(5)[first : first + 2], state)
+            state, more = trainer.run(data[first : first + 2], state)
             told += more
             state, sources, values = rebalanced(config, state, trainer.mesh)
             moved += len(sources)
