@@ -7,12 +7,13 @@ import jax
 import pytest
 
 from moejax.config.data import DataConfig
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import GQAConfig
 from moejax.config.model import ModelConfig
 from moejax.config.run import RunConfig
 from moejax.config.tiers import TiersConfig
-from moejax.config.training import OptimConfig, TrainConfig
+from moejax.config.training import OptimConfig
 from moejax.model import language_model
 from moejax.plan.targets import TARGETS
 from moejax.plan.train_step import plan_step
@@ -45,7 +46,7 @@ def memory(**tiers):
         model=MODEL,
         data=DataConfig(seq_len=256, batch_size=1),
         optim=OptimConfig(kind="adamw"),
-        train=TrainConfig(remat="layer"),
+        memory=MemoryConfig(preset="lean"),
         tiers=TiersConfig(**tiers),
     )
     return plan_step(config, TARGETS["h200"], 1).compiled.memory_analysis()
