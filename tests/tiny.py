@@ -32,6 +32,8 @@ FLOAT32 = PrecisionConfig(params="float32", compute="float32")
 COEFS = ("balance_coef", "index_coef")
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 """The same partitioned program, and machine code that LLVM does not polish: half the time."""
+FULLY_OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+"""As programs are compiled outside the tests, whose `jax_disable_most_optimizations` is taken back."""
 SIZES = {
     "gqa": {"gqa": GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8)},
     "mla": {"mla": MLAConfig(num_heads=2, kv_lora_rank=8, nope_dim=8, rope_dim=4, value_dim=8)},

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moejax.optim.rounding import rounded
+
 
 def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
     """`optax.scale_by_adam`, its state included, with the two bias corrections as products with a scalar's inverse.
@@ -20,8 +22,9 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
 
     def update(updates, state, params=None):
         count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda grad, mu: (1 - beta1) * grad + beta1 * mu, updates, state.mu)
-        nu = jax.tree.map(lambda grad, nu: (1 - beta2) * (grad * grad) + beta2 * nu, updates, state.nu)
+        mean = lambda old, new, beta: rounded(beta * old) + rounded((1 - beta) * new)
+        mu = jax.tree.map(lambda grad, mu: mean(mu, grad, beta1), updates, state.mu)
+        nu = jax.tree.map(lambda grad, nu: mean(nu, rounded(grad * grad), beta2), updates, state.nu)
 
         def step(mu, nu):
             of_mean, of_square = (jnp.astype(1 / (1 - beta**count), mu.dtype) for beta in (beta1, beta2))

@@ -1,12 +1,14 @@
 """The optimizer: one optax transformation from a config and the parameters' shapes."""
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from moejax.config.training import OptimConfig
 from moejax.optim import groups
 from moejax.optim.adam import scale_by_adam
 from moejax.optim.muon import scale_by_muon
+from moejax.optim.rounding import rounded
 from moejax.optim.schedule import learning_rate
 
 
@@ -38,14 +40,20 @@ def from_rules(rules, config: OptimConfig, *, steps: int) -> optax.GradientTrans
         "balance": optax.set_to_zero(),
     }
 
-    def decay_and_scale(updates, params):
-        def move(rule, update, param):
-            return -rule.learning_rate * (update + rule.weight_decay * param) if rule.trainable else update
+    rate = learning_rate(config, steps)
 
-        return jax.tree.map(move, rules, updates, params)
+    def move(updates, state, params=None):
+        """Decays, and scales by one scalar: of two, XLA multiplies one with the other first in one program and not in another."""
 
+        def of(rule, update, param):
+            if not rule.trainable:
+                return update
+            scale = jnp.astype(-rule.learning_rate * rate(state.count), update.dtype)
+            return rounded(scale * (update + rounded(rule.weight_decay * param)))
+
+        return jax.tree.map(of, rules, updates, params), optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    moved = optax.GradientTransformation(lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), move)
     names = jax.tree.map(lambda rule: rule.algorithm, rules)
     used = {name: algorithms[name] for name in sorted(set(jax.tree.leaves(names)))}
-    return optax.chain(
-        optax.partition(used, names), optax.stateless(decay_and_scale), optax.scale_by_schedule(learning_rate(config, steps))
-    )
+    return optax.chain(optax.partition(used, names), moved)

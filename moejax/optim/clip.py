@@ -6,6 +6,8 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from moejax.optim.rounding import rounded
+
 
 def global_norm(grads, *, trainable=None):
     """Root of the sum of all squares, summed in float32 (float64 if a gradient is).
@@ -33,4 +35,4 @@ def clip(grads, norm, max_norm: float):
     if max_norm == 0:
         return grads
     scale = max_norm / jnp.maximum(norm, max_norm)
-    return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), grads)
+    return jax.tree.map(lambda leaf: rounded(leaf * scale.astype(leaf.dtype)), grads)

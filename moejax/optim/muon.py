@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from moejax.optim.groups import matrix_shape, path_of
+from moejax.optim.rounding import rounded
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -22,10 +23,13 @@ def scale_by_muon() -> optax.GradientTransformation:
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks" (KellerJordan/Muon), scale included.
     """
 
-    def steps(updates, params):
-        return jax.tree_util.tree_map_with_path(lambda keys, update: _step(update, path_of(keys)), updates)
+    def update(updates, state, params=None):
+        add = lambda grad, trace: grad + rounded(MOMENTUM * trace)  # optax.trace leaves it to the compiler how often this rounds
+        trace = jax.tree.map(add, updates, state.trace)
+        ahead = jax.tree.map(add, updates, trace)
+        return jax.tree_util.tree_map_with_path(lambda keys, leaf: _step(leaf, path_of(keys)), ahead), optax.TraceState(trace)
 
-    return optax.chain(optax.trace(MOMENTUM, nesterov=True), optax.stateless(steps))
+    return optax.GradientTransformation(optax.trace(MOMENTUM).init, update)
 
 
 def orthogonalise(x_NM, *, eps: float = 1e-8):
@@ -33,11 +37,13 @@ def orthogonalise(x_NM, *, eps: float = 1e-8):
     if x_NM.shape[-2] > x_NM.shape[-1]:
         return jnp.swapaxes(orthogonalise(jnp.swapaxes(x_NM, -2, -1), eps=eps), -2, -1)
     a, b, c = COEFFICIENTS
-    x_NM = x_NM * (1 / (jnp.linalg.norm(x_NM, axis=(-2, -1), keepdims=True) + eps))  # as in adam.py: no division by a broadcast
+    x_NM = jax.lax.optimization_barrier(x_NM)  # a sum's order depends on what is computed on the way into it
+    norm_11 = jnp.sqrt(rounded(x_NM * x_NM).sum((-2, -1), keepdims=True))
+    x_NM = x_NM * (1 / (norm_11 + eps))  # as in adam.py: no division by a broadcast
 
     def iterate(_, x_NM):
         gram_NN = x_NM @ jnp.swapaxes(x_NM, -2, -1)
-        return a * x_NM + (b * gram_NN + c * gram_NN @ gram_NN) @ x_NM
+        return rounded(a * x_NM) + (rounded(b * gram_NN) + (c * gram_NN) @ gram_NN) @ x_NM
 
     return jax.lax.fori_loop(0, NUM_ITERATIONS, iterate, x_NM)
 
@@ -48,4 +54,4 @@ def _step(update, path: str):
     matrices = update.reshape(*stack, rows, columns)
     # layer by layer: the temporaries of one layer, and the same products, bit for bit, whether a layer comes alone or in a stack
     moved = jax.lax.map(orthogonalise, matrices) if path.startswith("unit/") else orthogonalise(matrices)
-    return (moved * math.sqrt(max(1, columns / rows))).reshape(update.shape)
+    return rounded(moved * math.sqrt(max(1, columns / rows))).reshape(update.shape)

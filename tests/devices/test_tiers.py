@@ -32,17 +32,17 @@ WHERE = {
 class Training:
     """Steps as a run does them."""
 
-    def __init__(self, tiers: TiersConfig, kind: str, folder, mesh: dict, model):
+    def __init__(self, tiers: TiersConfig, kind: str, folder, mesh: dict, model, options: dict):
         optim = OptimConfig(kind=kind, learning_rate=1e-2, warmup_steps=2, clip_norm=0.2)  # clipping takes part in every step
         losses = dataclasses.replace(LOSSES, index="sparse" if "dsa" in model.mixers else "none")
         config = RunConfig(name="tiers", model=model, losses=losses, optim=optim, train=TrainConfig(steps=10), tiers=tiers)
         self.mesh = make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
         program = make_program(model, losses, optim, config.train, tiers)
         with jax.set_mesh(self.mesh):
-            self.tiers = Tiers(config, program, self.mesh, folder, compiler_options=tiny.QUICK_TO_COMPILE)
+            self.tiers = Tiers(config, program, self.mesh, folder, compiler_options=options)
             self.state = self.tiers.fresh(seed=0)
             lowered = program.lower(self.state, tiny.put(tiny.batch(), self.mesh, 2))
-            self.step = self.tiers.step(lowered.compile(compiler_options=tiny.QUICK_TO_COMPILE))
+            self.step = self.tiers.step(lowered.compile(compiler_options=options))
 
     def run(self, batches) -> list[dict]:
         told = []
@@ -57,10 +57,10 @@ class Training:
 
 
 @contextlib.contextmanager
-def compared(names, kind, folder, mesh, model=MODEL):
+def compared(names, kind, folder, mesh, model=MODEL, options=tiny.QUICK_TO_COMPILE):
     """Runs that have been seen to be the same after five steps."""
     batches = [tiny.batch(seed=seed) for seed in range(5)]
-    runs = {name: Training(WHERE[name], kind, folder / name, mesh, model) for name in ("device", *names)}
+    runs = {name: Training(WHERE[name], kind, folder / name, mesh, model, options) for name in ("device", *names)}
     try:
         check(runs, batches)
         yield runs
@@ -105,6 +105,13 @@ def test_five_steps_are_the_same_bits_wherever_the_state_lies(tmp_path):
 @pytest.mark.parametrize(("kind", "mesh"), [("adamw", {"fsdp": 2, "expert": 2}), ("muon", {"fsdp": 1})], ids=str)
 def test_all_places_and_optimizers(kind, mesh, tmp_path):
     with compared([name for name in WHERE if name != "device"], kind, tmp_path, mesh):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_bits_do_not_depend_on_what_the_compiler_merges(kind, tmp_path):
+    with compared(["host", "files"], kind, tmp_path, {"fsdp": 1}, options=tiny.FULLY_OPTIMISED):
         pass
 
 
