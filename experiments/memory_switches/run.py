@@ -13,28 +13,47 @@ import shutil
 import statistics
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 LARGE = FOLDER.parents[1] / "configs" / "kimi_linear_48b_h200.py"
 TARGET = "h200x8"
 WHOLE_LOSS = ["--losses.chunk_tokens", "1000000", "--losses.chunk_vocab", "1000000"]
 LEAN, TIERS = ["--memory.preset", "lean"], "--tiers.optimizer"
-SWITCHES: dict[str, tuple[list[str], list[str]]] = {
-    "base": (LEAN, []),
-    "loss_whole": (LEAN + WHOLE_LOSS, WHOLE_LOSS),
-    "loss_recompute": ([*LEAN, "--losses.gradients", "recompute"], ["--losses.gradients", "recompute"]),
-    "keep_all": (["--memory.preset", "fast"], []),
-    "balanced": (["--memory.preset", "balanced"],) * 2,
-    "lean": (LEAN, LEAN),
-    "auto": (["--memory.preset", "auto", "--memory.budget_gb", "10"], ["--memory.preset", "auto", "--memory.budget_gb", "0.02"]),
-    "offload_inputs": ([*LEAN, "--memory.offload", "layer_input"],) * 2,
-    "optimizer_host": ([*LEAN, TIERS, "host"], [TIERS, "host"]),
-    "weights_host": ([*LEAN, TIERS, "host", "--tiers.master_weights"], [TIERS, "host"]),
-    "optimizer_files": ([], [TIERS, "files"]),
-    "rebuild_metadata": ([*LEAN, "--train.rebuild_metadata"], ["--train.rebuild_metadata"]),
+BFLOAT16 = ["--model.precision.compute", "bfloat16"]
+WINDOWS = ["--data.windows", "--train.carry_keys", "1024"]
+
+
+class Switch(NamedTuple):
+    """What it changes, and where."""
+
+    large: list[str]
+    """Options of the large model, whose base is `lean`; empty: not asked."""
+    small: list[str]
+    """Of the small one, whose base keeps all; empty, but for `base`: not asked."""
+    beside: str = "base"
+    """The switch whose losses this one's must be; itself: nothing to compare with."""
+
+
+SWITCHES = {
+    "base": Switch(LEAN, []),
+    "loss_whole": Switch(LEAN + WHOLE_LOSS, WHOLE_LOSS),
+    "loss_recompute": Switch([*LEAN, "--losses.gradients", "recompute"], ["--losses.gradients", "recompute"]),
+    "keep_all": Switch(["--memory.preset", "fast"], []),
+    "balanced": Switch(*[["--memory.preset", "balanced"]] * 2),
+    "lean": Switch([], LEAN),
+    "auto": Switch(["--memory.preset", "auto", "--memory.budget_gb", "10"], ["--memory.preset", "auto", "--memory.budget_gb", "0.02"]),
+    "offload_inputs": Switch(*[[*LEAN, "--memory.offload", "layer_input"]] * 2),
+    "optimizer_host": Switch([*LEAN, TIERS, "host"], [TIERS, "host"]),
+    "optimizer_files": Switch([], [TIERS, "files"]),
+    "bfloat16": Switch([], BFLOAT16, "bfloat16"),
+    "weights_host": Switch(
+        [*LEAN, TIERS, "host", "--tiers.master_weights"], [*BFLOAT16, TIERS, "host", "--tiers.master_weights"], "bfloat16"
+    ),
+    "rebuild_metadata": Switch([*LEAN, "--train.rebuild_metadata"], ["--train.rebuild_metadata"]),
+    "windows": Switch(LEAN + WINDOWS, ["--data.windows", "--train.carry_keys", "256"], "windows"),
 }
-"""Switch -> what it changes in the large model and in the small one. The large model's base is `lean`, the small one's keeps all."""
+"""`bfloat16` is what weights on the host need; `windows` trains on batches of its own."""
 SAME, CLOSE = 1e-3, 0.06
 """Nats: between two losses of the first ten steps, and between two means of ten steps later on. Steps are the same up to rounding, which this
 model and learning rate let grow: with `lean`, whose sums differ in order alone, from 0 in the first three steps to 0.03 by step 50."""
@@ -50,7 +69,7 @@ def plan(name: str, out: pathlib.Path) -> dict[str, float]:
         from moejax.plan.train_step import plan_step
 
         print(f"compiling {name}", file=sys.stderr, flush=True)
-        planned = plan_step(load_config(LARGE, SWITCHES[name][0]), *parse(TARGET))
+        planned = plan_step(load_config(LARGE, SWITCHES[name].large), *parse(TARGET))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(compiled_bytes(planned.compiled)))
     return json.loads(file.read_text())
@@ -63,7 +82,7 @@ def train(name: str, out: pathlib.Path) -> list[dict[str, Any]]:
     if not any("heldout_nats" in line for line in read()):
         print(f"training {name}", file=sys.stderr, flush=True)
         shutil.rmtree(file.parent, ignore_errors=True)
-        options = ["--out_dir", str(out / "train"), "--name", name, *SWITCHES[name][1]]
+        options = ["--out_dir", str(out / "train"), "--name", name, *SWITCHES[name].small]
         command = [sys.executable, "-m", "moejax.cli", "train", str(FOLDER / "config.py"), *options]
         done = subprocess.run(command, capture_output=True, text=True)
         if not any("heldout_nats" in line for line in read()):  # 200 steps may not beat the Markov model: then a run ends with 1
@@ -82,6 +101,15 @@ def curve(lines: list[dict[str, Any]]) -> list[float]:
     return [statistics.fmean(losses(lines)[first : first + 10]) for first in range(0, len(losses(lines)), 10)]
 
 
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(our - their) for our, their in zip(ours, theirs, strict=True))
+
+
+def speed_of(lines: list[dict[str, Any]]) -> float:
+    """Median tokens/s of the steps."""
+    return statistics.median(line["tokens_per_s"] for line in lines if "step_s" in line)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("switches", nargs="*", default=list(SWITCHES), help=f"of {', '.join(SWITCHES)}; none: all")
@@ -94,26 +122,25 @@ def main() -> int:
     if options.part != "train":
         print("| switch | temporaries GB | arguments GB | host temporaries GB | a device in all GB |\n| --- | --: | --: | --: | --: |")
         for name in names:
-            if SWITCHES[name][0]:
+            if SWITCHES[name].large:
                 found = plan(name, options.out)
                 cells = [found[f"{part}_bytes"] / 1e9 for part in ("temporaries", "arguments", "host", "total")]
                 print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)
     if options.part != "plan":
-        print(
-            "| switch | tokens/s | of base | loss apart, steps 1 to 10 | means of ten steps | held-out nats |\n| --- | --: | --: | --: | --: | --: |"
-        )
-        base, base_losses, base_speed = [], [], 0.0
+        print("| switch | tokens/s | of base | beside | loss apart, steps 1 to 10 | means of ten steps | held-out nats |")
+        print("| --- | --: | --: | --- | --: | --: | --: |")
+        base_speed = speed_of(train("base", options.out))
         for name in names:
-            if name != "base" and not SWITCHES[name][1]:
+            if name != "base" and not SWITCHES[name].small:
                 continue
-            lines = train(name, options.out)
-            speed = statistics.median(line["tokens_per_s"] for line in lines if "step_s" in line)
-            base, base_losses, base_speed = base or curve(lines), base_losses or losses(lines)[:10], base_speed or speed
-            first = max(abs(ours - theirs) for ours, theirs in zip(losses(lines)[:10], base_losses, strict=True))
-            difference = max(abs(ours - theirs) for ours, theirs in zip(curve(lines), base, strict=True))
+            lines, beside = train(name, options.out), train(SWITCHES[name].beside, options.out)
+            first = largest_difference(losses(lines)[:10], losses(beside)[:10])
+            means = largest_difference(curve(lines), curve(beside))
             heldout = next(line["heldout_nats"] for line in reversed(lines) if "heldout_nats" in line)
-            apart |= first > SAME or difference > CLOSE
-            print(f"| {name} | {speed:.0f} | {speed / base_speed:.2f} | {first:.6f} | {difference:.4f} | {heldout:.4f} |", flush=True)
+            apart |= first > SAME or means > CLOSE
+            speed = speed_of(lines)
+            cells = f"{speed:.0f} | {speed / base_speed:.2f} | {SWITCHES[name].beside} | {first:.6f} | {means:.4f} | {heldout:.4f}"
+            print(f"| {name} | {cells} |", flush=True)
     return int(apart)
 
 

@@ -1,6 +1,7 @@
 """Arrays in files of this process, read ahead and written behind. Scratch: what lies there ends with the process; checkpoints hold the truth."""
 
 import concurrent.futures
+import contextlib
 import fcntl
 import time
 from collections.abc import Generator, Mapping
@@ -20,6 +21,10 @@ Record = dict[str, Parts]
 
 class ShelfBusyError(RuntimeError):
     """Another run keeps its files in the folder."""
+
+
+class ShelfError(RuntimeError):
+    """The folder cannot be made, read or written."""
 
 
 def parts_of(array: jax.Array) -> Parts:
@@ -48,10 +53,13 @@ class Shelf:
 
         Raises:
           ShelfBusyError: a living process uses the folder.
+          ShelfError: it cannot be made; later on, that a record cannot be read or written.
         """
         self.folder, self.ahead = Path(folder), ahead
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock_file = (self.folder / "lock").open("w")
+        self._layouts: dict[str, list[tuple[str, Index, tuple[int, ...], np.dtype]]] = {}
+        with self._named("made"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -59,7 +67,6 @@ class Shelf:
             raise ShelfBusyError(f"another run keeps its optimizer in {self.folder}; give this one another tiers.folder.") from error
         for left in self.folder.glob("*.record"):
             left.unlink()
-        self._layouts: dict[str, list[tuple[str, Index, tuple[int, ...], np.dtype]]] = {}
         self._writing: dict[str, concurrent.futures.Future] = {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "moejax shelf reader")
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax shelf writer")
@@ -131,7 +138,7 @@ class Shelf:
             unfinished.result()
         began_s = time.perf_counter()
         record: Record = {}
-        with self._path(name).open("rb", buffering=0) as file:
+        with self._named("read"), self._path(name).open("rb", buffering=0) as file:
             for array, index, shape, dtype in self._layouts[name]:
                 part = np.empty(shape, dtype)
                 _fill(file, part)
@@ -143,11 +150,21 @@ class Shelf:
         record = {array: parts_of(value.block_until_ready()) if isinstance(value, jax.Array) else value for array, value in arrays.items()}
         began_s = time.perf_counter()
         self._layouts[name] = [(array, index, part.shape, part.dtype) for array, parts in record.items() for index, part in parts.items()]
-        with self._path(name).open("wb", buffering=0) as file:
+        with self._named("written"), self._path(name).open("wb", buffering=0) as file:
             for parts in record.values():
                 for part in parts.values():
                     _pour(file, part)
         self._seconds["write_s"] += time.perf_counter() - began_s
+
+    @contextlib.contextmanager
+    def _named(self, done: str):
+        try:
+            yield
+        except OSError as error:
+            raise ShelfError(
+                f"tiers.folder: {self.folder} cannot be {done} ({error}); its records take {self.bytes() / 2**20:.0f} MiB so far. A folder on a "
+                "file system with room fits, or tiers.optimizer='host'."
+            ) from error
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name.replace('/', '.')}.record"

@@ -17,7 +17,7 @@ from moejax.config.mesh import ProcessConfig
 from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import StateMismatchError
 from moejax.data.sources import DataError
-from moejax.memory.shelf import ShelfBusyError
+from moejax.memory.shelf import ShelfBusyError, ShelfError
 from moejax.observe.compile_log import ReplicationError
 from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
@@ -47,7 +47,7 @@ class DivergedError(RuntimeError):
     """Too many non-finite steps in a row, or, in debug mode, the first one."""
 
 
-ENDS = (DivergedError, ReplicationError)
+ENDS = (DivergedError, ReplicationError, ShelfError)
 """What ends a run that was asked for rightly: the message is enough."""
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.memory import shelf as shelves
-from moejax.memory.shelf import Shelf, ShelfBusyError, assemble
+from moejax.memory.shelf import Shelf, ShelfBusyError, ShelfError, assemble
 from moejax.parallel.mesh import mesh_from
 
 
@@ -75,7 +75,7 @@ def test_what_fails_in_a_thread_is_raised(shelf, monkeypatch):
     shelf.write("record", {"x": jnp.zeros(1000)})
     shelf.drain()
     os.truncate(shelf.folder / "record.record", 10)
-    with pytest.raises(OSError, match="ends 3990 bytes early"):
+    with pytest.raises(ShelfError, match=r"tiers\.folder: .* cannot be read .*ends 3990 bytes early"):
         list(shelf.read(["record"]))
 
     def full(file, part):
@@ -83,8 +83,15 @@ def test_what_fails_in_a_thread_is_raised(shelf, monkeypatch):
 
     monkeypatch.setattr(shelves, "_pour", full)
     shelf.write("record", {"x": jnp.zeros(1)})
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ShelfError, match=r"tiers\.folder: .* cannot be written .*No space left.*tiers\.optimizer='host'"):
         shelf.drain()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", "/proc/nowhere"):
+        with pytest.raises(ShelfError, match=rf"tiers\.folder: {folder} cannot be made"):
+            Shelf(folder, ahead=2)
 
 
 def test_a_folder_belongs_to_one_and_what_a_dead_one_left_is_removed(shelf, tmp_path):
