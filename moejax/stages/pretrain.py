@@ -75,6 +75,11 @@ def prepare(config: RunConfig) -> Plan:
         config.model.moe.transport != "ragged" or jax.default_backend() == "gpu",
         f"model.moe.transport='ragged' needs GPUs: XLA has no ragged all-to-all for {jax.default_backend()!r}; 'all_to_all' fits.",
     )
+    mib = config.train.frozen_cache_mib
+    require(
+        not mib or jax.process_count() == 1,
+        f"train.frozen_cache_mib={mib} is built for one process, and there are {jax.process_count()}; 0 fits.",
+    )
     agree("config", to_json(dataclasses.replace(config, processes=ProcessConfig())))
     return resolve(config, jax.device_count())
 

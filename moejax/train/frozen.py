@@ -6,12 +6,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from moejax.config.errors import require
 from moejax.config.model import ModelConfig
+from moejax.config.run import check_frozen_rows
 from moejax.config.training import LossConfig
 from moejax.memory.cached import Recall, Store, fingerprint
 from moejax.memory.store import content_key
 from moejax.model import language_model
+from moejax.model.objective import switches_for
 from moejax.model.transformer import stages
 from moejax.parallel.axes import ROWS, TOKENS
 
@@ -23,30 +24,22 @@ class FrozenLayers:
         """Takes the version of the frozen weights, which must stay as they are.
 
         Args:
+          losses: of the run; what its forward pass is asked for decides what frozen layers do (`index="dense"` makes sparse attention dense).
           params: all weights.
-          num_stages: stages that are frozen (`language_model.num_frozen`), at least one.
+          num_stages: stages that are frozen (`program.frozen_stages`), at least one.
           store: where rows lie.
 
         Raises:
-          ConfigError: no stage is frozen, something else than training moves the frozen layers or what they do, rows depend on each other,
-            or there are several processes.
+          ConfigError: something else than training moves the frozen layers or what they do, or rows depend on each other.
         """
-        moe = config.moe
-        require(num_stages > 0, "no layer is frozen: train.train_only must leave out the embedding and the first layers.")
-        require(jax.process_count() == 1, f"a cache of frozen layers is built for one process, and there are {jax.process_count()}.")
-        require(losses.bias_update == "none", f"losses.bias_update={losses.bias_update!r} moves frozen layers too; 'none' fits.")
-        require(
-            not (moe.capacity_factor or moe.adaptive.highest or moe.copies.every or moe.router.topology_far),
-            "model.moe.capacity_factor, adaptive, copies and router.topology_far make what frozen layers do depend on other rows or on the "
-            "step; leave them out.",
-        )
-        require(config.residual.kind != "block_attnres", "a cache of frozen layers takes residuals 'plain' and 'mhc', not 'block_attnres'.")
-        self._config, self._num_stages = config, num_stages
+        check_frozen_rows(config, losses)
+        switches = switches_for(losses)
+        self._made_by = (str(num_stages), repr(config), repr(switches))
         of = lambda section, place: params[section][place] if place else params[section]
         self.recall = Recall(
             store, fingerprint({"embed": params["embed"], "stages": [of(*stage) for stage in stages(config)[:num_stages]]})
         )
-        self._lower = jax.jit(lambda params, batch: language_model.lower(config, params, batch, num_stages=num_stages))
+        self._lower = jax.jit(lambda params, batch: language_model.lower(config, params, batch, num_stages=num_stages, switches=switches))
 
     def __call__(self, params: dict, batches) -> dict:
         """The `below` of a train step.
@@ -54,8 +47,8 @@ class FrozenLayers:
         Args:
           batches: a Batch whose arrays are [1, B, ...], on the mesh that is set.
         """
-        host, words = jax.device_get(jax.tree.map(lambda array: array[0], batches)), (str(self._num_stages), repr(self._config))
-        keys = [content_key(_take(host, row), "frozen", *words) for row in range(host.tokens_BL.shape[0])]
+        host = jax.device_get(jax.tree.map(lambda array: array[0], batches))
+        keys = [content_key(_take(host, row), "frozen", *self._made_by) for row in range(host.tokens_BL.shape[0])]
         rows = [self.recall.find(key) for key in keys]
         mesh = jax.sharding.get_mesh()
         place, missing = NamedSharding(mesh, ROWS), [row for row, found in enumerate(rows) if found is None]
