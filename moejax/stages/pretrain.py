@@ -18,6 +18,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import StateMismatchError
 from moejax.data.sources import DataError
 from moejax.memory.shelf import ShelfBusyError
+from moejax.memory.store import StoreBusyError
 from moejax.observe.compile_log import ReplicationError
 from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
@@ -36,6 +37,7 @@ USER_ERRORS = (
     MissingCheckpointError,
     DisagreementError,
     ShelfBusyError,
+    StoreBusyError,
     FileExistsError,
     NotADirectoryError,
     PermissionError,

@@ -42,7 +42,7 @@ def plan_lines(plan: Plan) -> list[str]:
             section + f"/{place}" * bool(place)
             for section, place in stages(config.model)[: frozen_stages(config.model, rules, config.train)]
         ]
-        rows.append(("frozen", f"{', '.join(frozen)}: what they make of a row is kept, and found again"))
+        rows.append(("frozen", f"{', '.join(frozen)}: what they make of rows is kept, and the step starts from there"))
     lines = [f"{name:9} {text}" for name, text in rows]
     lines.append(f"{'':9} {'part':20} {'layers':>6} {'parameters':>19} {'active':>17} {'FLOPs a token':>17}")
     lines += [f"{'':9} {part.name:20} {part.layers:6} {part.params:19,} {part.active:17,} {part.flops:17,.0f}" for part in parts]
