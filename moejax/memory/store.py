@@ -4,7 +4,6 @@ An entry is asked for by what it was made from: `content_key` of the inputs, and
 back: an entry of another version is dropped and counted as stale, a file that is damaged or holds something else as corrupt.
 """
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -22,6 +21,7 @@ import numpy as np
 
 from moejax.memory.entry_file import UNFINISHED, CorruptEntryError, read_entry, read_header, spell_tree, write_entry
 from moejax.memory.sizing import Sizing, TierLimits
+from moejax.memory.use_order import UseOrder
 
 SUFFIX = ".entry"
 MAX_GHOSTS = 1 << 15
@@ -63,17 +63,11 @@ class _Entry:
 class _Tier:
     def __init__(self, name: str, limits: TierLimits, free_bytes: Callable[[], int | None], window: int):
         self.name, self.free_bytes, self.sizing = name, free_bytes, Sizing(limits, window=window)
-        self.entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
-        self.used_bytes = 0
+        self.entries: UseOrder[_Entry] = UseOrder()
 
-    def add(self, key: str, entry: _Entry) -> None:
-        self.entries[key] = entry
-        self.used_bytes += entry.value_bytes
-
-    def take(self, key: str) -> _Entry:
-        entry = self.entries.pop(key)
-        self.used_bytes -= entry.value_bytes
-        return entry
+    @property
+    def used_bytes(self) -> int:
+        return self.entries.total_bytes
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether an entry of that size may lie here, once older ones have left."""
@@ -82,19 +76,6 @@ class _Tier:
         self.sizing.make_room_for(num_bytes)
         self.sizing.press(self.used_bytes + num_bytes, self.free_bytes())
         return num_bytes <= self.sizing.target_bytes
-
-    def depth_bytes(self, key: str) -> int:
-        """Bytes of the entry and of all that were used after it."""
-        return _depth(self.entries, key, lambda entry: entry.value_bytes)
-
-
-def _depth(entries: collections.OrderedDict, key: str, size: Callable[[Any], int]) -> int:
-    total = 0
-    for name, entry in reversed(entries.items()):
-        total += size(entry)
-        if name == key:
-            break
-    return total
 
 
 class Store:
@@ -136,8 +117,8 @@ class Store:
         self._tiers = [_Tier(name, limits[name], known[name], window) for name in limits if limits[name].limit_bytes > 0]
         if not self._tiers:
             raise ValueError("a store needs at least one tier with limit_bytes above 0.")
-        self._ghosts: collections.OrderedDict[str, tuple[str, int]] = collections.OrderedDict()
-        """Version and bytes of what was thrown away."""
+        self._ghosts: UseOrder[str] = UseOrder()
+        """Versions of what was thrown away."""
         self._counts = dict.fromkeys(("hits", "misses", "stale", "corrupt", "thrown_away", "unwritten"), 0)
         self._guard = threading.RLock()
         self._lock_file = None
@@ -170,7 +151,7 @@ class Store:
             self._counts["hits"] += 1
             upper = next((upper for upper in self._tiers[:place] if upper.has_room_for(entry.value_bytes)), None)
             if upper is None:
-                tier.entries.move_to_end(key)
+                tier.entries.use(key)
             else:
                 self._discard(tier, key)
                 entry.value = value
@@ -204,7 +185,7 @@ class Store:
             for tier in self._tiers:
                 if key in tier.entries:
                     self._discard(tier, key)
-            self._ghosts.pop(key, None)
+            self._forget(key)
             self._settle(key, entry, self._tiers)
             self._overflow()
 
@@ -231,8 +212,8 @@ class Store:
             files.sizing.target_bytes = max(files.sizing.target_bytes, min(files.sizing.limits.limit_bytes, wanted))
             for tier in reversed(memory):  # the least recently used first, so that they are the first to leave
                 while tier.entries:
-                    key = next(iter(tier.entries))
-                    self._settle(key, tier.take(key), [files])
+                    key = tier.entries.oldest()
+                    self._settle(key, tier.entries.take(key), [files])
                     self._shed(files, [])
             self._lock_file.close()
             self._lock_file = None
@@ -241,11 +222,10 @@ class Store:
         """Tells each tier how large it has to be to have the entry."""
         distance = None
         if place is not None:
-            distance = self._tiers[place].depth_bytes(key)
-        elif key in self._ghosts:
-            if self._ghosts[key][0] == version:
-                distance = _depth(self._ghosts, key, lambda ghost: ghost[1])
-            del self._ghosts[key]
+            distance = self._tiers[place].entries.bytes_since(key)
+        elif key in self._ghosts and self._ghosts[key] == version:
+            distance = self._ghosts.bytes_since(key)
+        self._forget(key)
         for number in reversed(range(len(self._tiers))):
             tier, slower = self._tiers[number], place is not None and number > place
             if distance is not None and not slower and number != place:
@@ -276,7 +256,7 @@ class Store:
                 tier.sizing.target_bytes = max(0, tier.used_bytes - entry.value_bytes)  # so the next one finds the room of an older one
                 return
             entry.value = None
-        tier.add(key, entry)
+        tier.entries.add(key, entry, entry.value_bytes)
 
     def _overflow(self) -> None:
         for place, tier in enumerate(self._tiers):
@@ -286,18 +266,22 @@ class Store:
         """Moves down what a tier no longer has room for, the least recently used first."""
         tier.sizing.press(tier.used_bytes, tier.free_bytes())
         while tier.used_bytes > tier.sizing.target_bytes and tier.entries:
-            key = next(iter(tier.entries))
+            key = tier.entries.oldest()
             self._settle(key, self._discard(tier, key), lower)
 
     def _throw_away(self, key: str, entry: _Entry) -> None:
         self._counts["thrown_away"] += 1
         if any(entry.value_bytes <= tier.sizing.limits.limit_bytes for tier in self._tiers):  # else no size would have kept it
-            self._ghosts[key] = entry.version, entry.value_bytes
-        while len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+            self._ghosts.add(key, entry.version, entry.value_bytes)
+        if len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.take(self._ghosts.oldest())
+
+    def _forget(self, key: str) -> None:
+        if key in self._ghosts:
+            self._ghosts.take(key)
 
     def _discard(self, tier: _Tier, key: str) -> _Entry:
-        entry = tier.take(key)
+        entry = tier.entries.take(key)
         if tier.name == "files":
             with contextlib.suppress(OSError):  # what stays there is no entry of this store any more
                 self._path(key).unlink(missing_ok=True)
@@ -332,7 +316,7 @@ class Store:
                 continue
             size = path.stat().st_size - header["starts_at"]
             files.sizing.target_bytes = min(files.sizing.limits.limit_bytes, max(files.sizing.target_bytes, files.used_bytes + size))
-            files.add(key, _Entry(header["version"], size, None, []))
+            files.entries.add(key, _Entry(header["version"], size, None, []), size)
         self._overflow()
 
     def _free_on_disk(self) -> int | None:

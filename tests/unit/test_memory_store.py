@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from moejax.memory.entry_file import UNFINISHED, write_entry
 from moejax.memory.sizing import TierLimits
 from moejax.memory.store import Store, StoreBusyError, content_key
+from moejax.memory.use_order import UseOrder
 
 UNKNOWN = {"device": lambda: None, "host": lambda: None, "files": lambda: None}
 """Free memory that nobody knows, so that other processes on this machine have no say."""
@@ -84,6 +85,27 @@ def test_it_does_what_a_plain_lru_list_does(calls, slots):
         store.close()
         latest = sorted(list(plain)[-files:]) if files else []
         assert sorted(path.stem for path in pathlib.Path(folder).glob("*.entry")) == latest
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["use", "take"]), st.integers(0, 40), st.integers(0, 9)), max_size=300))
+def test_bytes_used_since_a_key_are_those_of_a_plain_list(calls):
+    order, plain = UseOrder(), {}
+    for call, number, num_bytes in calls:
+        key = str(number)
+        if key not in plain:
+            order.add(key, number, num_bytes)
+            plain[key] = num_bytes
+        elif call == "take":
+            assert order.take(key) == number
+            del plain[key]
+        else:
+            order.use(key)
+            plain[key] = plain.pop(key)
+        assert len(order) == len(plain) and order.total_bytes == sum(plain.values())
+        keys = list(plain)
+        assert not keys or order.oldest() == keys[0]
+        assert [order.bytes_since(key) for key in keys] == [sum(plain[later] for later in keys[at:]) for at, key in enumerate(keys)]
 
 
 def test_keys_tell_values_dtypes_shapes_places_and_strings_apart():
