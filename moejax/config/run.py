@@ -1,6 +1,7 @@
 """One run: everything that a config file says."""
 
 import dataclasses
+from collections.abc import Callable
 
 from moejax.config.data import DataConfig
 from moejax.config.errors import ConfigError, refuse_unused, regular_expression, require
@@ -97,11 +98,6 @@ def resolve(config: RunConfig, num_devices: int) -> Plan:
         not model.moe.copies.move or config.tiers.optimizer == "device",
         f"model.moe.copies.move=True moves moments between devices, and tiers.optimizer={config.tiers.optimizer!r} keeps them elsewhere; "
         "model.moe.copies.move=False fits.",
-    )
-    require(
-        not config.train.frozen_cache_mib or config.tiers.optimizer == "device",
-        f"train.frozen_cache_mib hands the step what frozen layers made, and with tiers.optimizer={config.tiers.optimizer!r} the step takes "
-        "none; 'device' fits.",
     )
     _check_masters(config)
     return Plan(config=dataclasses.replace(config, mesh=mesh), layers=layer_plan(model), rows_per_device=rows // shards)
@@ -201,14 +197,20 @@ def _check_masters(config: RunConfig) -> None:
         )
 
 
-def _check_indexer(config: RunConfig) -> None:
-    """An indexer that no loss reaches must be frozen: weight decay alone would move it."""
+def _learner(config: RunConfig) -> Callable[[str], bool]:
+    """Tells of a weight's path whether training moves it."""
     wanted = regular_expression("train.train_only", config.train.train_only)
     groups = [
         (regular_expression(f"optim.groups[{i}].pattern", group.pattern), group.lr_scale) for i, group in enumerate(config.optim.groups)
     ]
     rate = lambda path: next((scale for pattern, scale in groups if pattern.search(path)), 1.0)
-    moved = [path for path in indexer_paths(config.model) if wanted.search(path) and rate(path) > 0]
+    return lambda path: bool(wanted.search(path)) and rate(path) > 0
+
+
+def _check_indexer(config: RunConfig) -> None:
+    """An indexer that no loss reaches must be frozen: weight decay alone would move it."""
+    learns = _learner(config)
+    moved = [path for path in indexer_paths(config.model) if learns(path)]
     losses, pool = config.losses, config.model.indexer.pool
     if moved and (losses.index == "none" or losses.index_coef == 0):
         loss = "set losses.index='sparse' or 'dense', or" if pool == 1 else f"no index loss is built for model.indexer.pool={pool}, so"
@@ -251,6 +253,44 @@ def _check_frozen_cache(config: RunConfig) -> None:
     require(
         not config.train.debug, f"train.frozen_cache_mib={size} leaves layers out of the step, and train.debug=True looks at all of them."
     )
+    require(
+        config.tiers.optimizer == "device",
+        f"train.frozen_cache_mib={size} hands the step what frozen layers made, and with tiers.optimizer={config.tiers.optimizer!r} the step "
+        "takes none; 'device' fits.",
+    )
+    require(
+        not _learner(config)(EMBEDDING),
+        f"train.frozen_cache_mib={size} keeps what frozen layers make, and {EMBEDDING} learns; train.train_only={config.train.train_only!r} "
+        f"must leave out the embedding and the first layers, as '^(tail|final_norm|unembed)' does.",
+    )
+    check_frozen_rows(config.model, config.losses)
+
+
+def check_frozen_rows(model: ModelConfig, losses: LossConfig) -> None:
+    """Refuses what lets frozen layers make something else of a row when it comes by again.
+
+    Raises:
+      ConfigError: something else than training moves them, or what they do depends on other rows or on the step.
+    """
+    moe, router = model.moe, model.moe.router
+    require(losses.bias_update == "none", f"losses.bias_update={losses.bias_update!r} moves frozen layers too; 'none' fits.")
+    for field, value, fits in (
+        ("capacity_factor", moe.capacity_factor, 0.0),
+        ("copies.every", moe.copies.every, 0),
+        ("router.topology_far", router.topology_far, 0.0),
+        ("router.overload_strength", router.overload_strength, 0.0),
+    ):
+        require(
+            value == fits,
+            f"model.moe.{field}={value} makes what frozen layers do depend on other rows or on the step, and train.frozen_cache_mib keeps it "
+            f"row by row; {fits} fits.",
+        )
+    kind = model.residual.kind
+    require(kind != "block_attnres", f"train.frozen_cache_mib takes model.residual.kind='plain' and 'mhc', not {kind!r}.")
+
+
+EMBEDDING = "embed/weight_VD"
+"""The embedding's path in the parameter tree."""
 
 
 def indexer_paths(model: ModelConfig) -> list[str]:

@@ -139,8 +139,11 @@ class TrainConfig:
     train_only: str = ""
     """Regular expression of the parameters that learn; empty: all. The indexer's dense warm-up uses `indexer`, `^(?!.*indexer)` freezes it."""
     frozen_cache_mib: int = 0
-    """With train_only: MiB of host memory for what the layers below the first one that learns make of rows, found again when a row comes
-    by again; 0: they are computed in every step."""
+    """With train_only: at most so many MiB of host memory for what the layers below the first one that learns make of rows, found again when
+    a row comes by again; 0: they are computed in every step."""
+    frozen_cache_files_mib: int = 0
+    """With frozen_cache_mib: MiB of files, in `frozen_cache` in the run's folder, for rows that host memory has no room for; they outlive the
+    process. 0: none."""
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only."""
     eval_batches: int = 8
@@ -162,11 +165,13 @@ class TrainConfig:
             accumulation=">= 1",
             carry_keys=">= 0",
             frozen_cache_mib=">= 0 (0: nothing is kept)",
+            frozen_cache_files_mib=">= 0 (0: no files)",
             eval_every=">= 0 (0: at the end only)",
             eval_batches=">= 1",
             log_every=">= 1",
             max_skipped=">= 0",
         )
+        refuse_unused("train", self, "frozen_cache_files_mib", unless=self.frozen_cache_mib > 0, why="train.frozen_cache_mib is 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class Recall:
         """
         self._store, self.version = store, version
         self.hits, self.misses, self.refused = 0, 0, 0
-        """Values found; to be computed; and of the latter those for which the store gave one that carries another key or version."""
+        """Values found; to be computed; and of the latter those for which the store gave one that carries another key or version, or none."""
 
     def find(self, key: str) -> Any:
         """The value that was kept under this key, or None if it has to be computed.
@@ -68,7 +68,8 @@ class Recall:
         """
         found = self._store.get(key, self.version)
         if found is not None:
-            if np.array_equal(np.asarray(found["label"]), _label(key, self.version)):
+            ours = isinstance(found, dict) and {"label", "value"} <= found.keys()
+            if ours and np.array_equal(np.asarray(found["label"]), _label(key, self.version)):
                 self.hits += 1
                 return found["value"]
             self.refused += 1

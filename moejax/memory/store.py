@@ -4,7 +4,7 @@ An entry is asked for by what it was made from: `content_key` of the inputs, and
 back: an entry of another version is dropped and counted as stale, a file that is damaged or holds something else as corrupt.
 """
 
-import collections
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -21,6 +21,7 @@ import numpy as np
 
 from moejax.memory.entry_file import UNFINISHED, CorruptEntryError, read_entry, read_header, spell_tree, write_entry
 from moejax.memory.sizing import Sizing, TierLimits
+from moejax.memory.use_order import UseOrder
 
 SUFFIX = ".entry"
 MAX_GHOSTS = 1 << 15
@@ -62,37 +63,27 @@ class _Entry:
 class _Tier:
     def __init__(self, name: str, limits: TierLimits, free_bytes: Callable[[], int | None], window: int):
         self.name, self.free_bytes, self.sizing = name, free_bytes, Sizing(limits, window=window)
-        self.entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
-        self.used_bytes = 0
+        self.entries: UseOrder[_Entry] = UseOrder()
 
-    def add(self, key: str, entry: _Entry) -> None:
-        self.entries[key] = entry
-        self.used_bytes += entry.value_bytes
+    @property
+    def used_bytes(self) -> int:
+        return self.entries.total_bytes
 
-    def take(self, key: str) -> _Entry:
-        entry = self.entries.pop(key)
-        self.used_bytes -= entry.value_bytes
-        return entry
-
-    def depth_bytes(self, key: str) -> int:
-        """Bytes of the entry and of all that were used after it."""
-        return _depth(self.entries, key, lambda entry: entry.value_bytes)
-
-
-def _depth(entries: collections.OrderedDict, key: str, size: Callable[[Any], int]) -> int:
-    total = 0
-    for name in reversed(entries):
-        total += size(entries[name])
-        if name == key:
-            break
-    return total
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether an entry of that size may lie here, once older ones have left."""
+        if num_bytes > self.sizing.limits.limit_bytes:
+            return False
+        self.sizing.make_room_for(num_bytes)
+        self.sizing.press(self.used_bytes + num_bytes, self.free_bytes())
+        return num_bytes <= self.sizing.target_bytes
 
 
 class Store:
     """Trees of arrays under keys, in up to three tiers; safe to call from several threads.
 
-    An entry lies in one tier. Found, it moves to the first one; what no longer fits moves one tier down. Each tier finds its own size
-    (`Sizing`), from where the entries that it did not have were found: below it, or in a list of names of what was thrown away.
+    An entry lies in one tier. Found, it moves to the first one; what no longer fits moves one tier down. A tier that is too small for an
+    entry is passed by. Each tier finds its own size (`Sizing`), from where entries are found: in it, below it, or in a list of names of
+    what was thrown away.
     """
 
     def __init__(
@@ -108,7 +99,8 @@ class Store:
         """
         Args:
           host, device, files: bounds of the tiers; a limit of 0 leaves one out. With a device tier, values are given back as arrays on
-            the devices where they were when put; without, as read-only numpy arrays.
+            the devices where they were when put, but for those that JAX would narrow there (64 bits without jax_enable_x64), which stay in
+            host memory; these, and all without a device tier, are read-only numpy arrays.
           folder: where the files lie, made if missing; entries of an earlier store are taken over. One store at a time.
           free_bytes: by tier ("device", "host", "files"), what is free now, or None if that is not known; default: the OS, the device.
           window: lookups between two decisions on size.
@@ -125,8 +117,9 @@ class Store:
         self._tiers = [_Tier(name, limits[name], known[name], window) for name in limits if limits[name].limit_bytes > 0]
         if not self._tiers:
             raise ValueError("a store needs at least one tier with limit_bytes above 0.")
-        self._ghosts: collections.OrderedDict[str, int] = collections.OrderedDict()
-        self._counts = dict.fromkeys(("hits", "misses", "stale", "corrupt", "thrown_away"), 0)
+        self._ghosts: UseOrder[str] = UseOrder()
+        """Versions of what was thrown away."""
+        self._counts = dict.fromkeys(("hits", "misses", "stale", "corrupt", "thrown_away", "unwritten"), 0)
         self._guard = threading.RLock()
         self._lock_file = None
         if self._folder is not None:
@@ -137,34 +130,39 @@ class Store:
         with self._guard:
             place = next((place for place, tier in enumerate(self._tiers) if key in tier.entries), None)
             if place is None:
-                self._count_lookup(None, key)
+                self._count_lookup(None, key, version)
                 return self._miss()
             tier = self._tiers[place]
-            if tier.entries[key].version != version:
+            entry = tier.entries[key]
+            if entry.version != version:
                 self._counts["stale"] += 1
                 self._discard(tier, key)
+                self._count_lookup(None, key, version)
                 return self._miss()
-            self._count_lookup(place, key)
-            entry = tier.entries[key]
+            self._count_lookup(place, key, version)
+            value = entry.value
             if tier.name == "files":
                 try:
-                    entry.value = read_entry(self._path(key), key, version)
-                except (CorruptEntryError, FileNotFoundError):
+                    value = read_entry(self._path(key), key, version)
+                except (CorruptEntryError, OSError):
                     self._counts["corrupt"] += 1
                     self._discard(tier, key)
                     return self._miss()
             self._counts["hits"] += 1
-            if place > 0:
+            upper = next((upper for upper in self._tiers[:place] if upper.has_room_for(entry.value_bytes)), None)
+            if upper is None:
+                tier.entries.use(key)
+            else:
                 self._discard(tier, key)
-                return self._settle(key, entry)
-            value = entry.value
-            tier.entries.move_to_end(key)
-            if tier.name == "files":
-                entry.value = None
-            return value
+                entry.value = value
+                self._lay(upper, key, entry)
+                value = entry.value
+            if any(tier.used_bytes > tier.sizing.target_bytes for tier in self._tiers):
+                self._overflow()
+            return _on_devices(value, entry.places) if self._tiers[0].name == "device" else value
 
     def put(self, key: str, version: str, value: Any) -> None:
-        """Keeps a copy of a value, in place of one with the same key. What is larger than the limits is not kept.
+        """Keeps a copy of a value, in place of one with the same key. What no tier has room for is not kept, and counted as thrown away.
 
         Args:
           key: of `content_key`.
@@ -179,14 +177,17 @@ class Store:
             raise ValueError(f"key={key!r} must consist of letters, digits, _ and -, as those of content_key do.")
         spell_tree(value)
         with self._guard:
+            leaves = jax.tree.leaves(value)
+            size, first = sum(leaf.nbytes for leaf in leaves), self._tiers[0]
+            places = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
+            to_device = first.name == "device" and first.has_room_for(size)
+            entry = _Entry(version, size, jax.tree.map(_device_copy if to_device else _host_copy, value), places)
             for tier in self._tiers:
                 if key in tier.entries:
                     self._discard(tier, key)
-            self._ghosts.pop(key, None)
-            leaves = jax.tree.leaves(value)
-            places = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
-            copied = jax.tree.map(jnp.copy if self._tiers[0].name == "device" else _host_copy, value)
-            self._settle(key, _Entry(version, sum(leaf.nbytes for leaf in leaves), copied, places))
+            self._forget(key)
+            self._settle(key, entry, self._tiers)
+            self._overflow()
 
     def metrics(self) -> dict[str, float]:
         """Counts since the store was made, and bytes of each tier now."""
@@ -206,69 +207,85 @@ class Store:
         with self._guard:
             if self._lock_file is None:
                 return
-            for tier in self._tiers[:-1]:
-                tier.sizing.target_bytes = 0
-            self._overflow()
+            *memory, files = self._tiers
+            wanted = sum(tier.used_bytes for tier in self._tiers)
+            files.sizing.target_bytes = max(files.sizing.target_bytes, min(files.sizing.limits.limit_bytes, wanted))
+            for tier in reversed(memory):  # the least recently used first, so that they are the first to leave
+                while tier.entries:
+                    key = tier.entries.oldest()
+                    self._settle(key, tier.entries.take(key), [files])
+                    self._shed(files, [])
             self._lock_file.close()
             self._lock_file = None
 
-    def _count_lookup(self, place: int | None, key: str) -> None:
-        """Tells each tier whether it had the entry, or how much larger it would have to be."""
-        behind = None
-        if place is not None and place > 0:
-            behind = self._tiers[place].depth_bytes(key)
-        elif place is None and key in self._ghosts:
-            behind = _depth(self._ghosts, key, int)
-            del self._ghosts[key]
+    def _count_lookup(self, place: int | None, key: str, version: str) -> None:
+        """Tells each tier how large it has to be to have the entry."""
+        distance = None
+        if place is not None:
+            distance = self._tiers[place].entries.bytes_since(key)
+        elif key in self._ghosts and self._ghosts[key] == version:
+            distance = self._ghosts.bytes_since(key)
+        self._forget(key)
         for number in reversed(range(len(self._tiers))):
-            tier, below = self._tiers[number], place is None or number < place
-            tier.sizing.saw(behind if below else None)
-            if below and behind is not None:
-                behind += tier.used_bytes
+            tier, slower = self._tiers[number], place is not None and number > place
+            if distance is not None and not slower and number != place:
+                distance += tier.used_bytes
+            tier.sizing.saw(None if slower else distance)
 
     def _miss(self) -> None:
         self._counts["misses"] += 1
 
-    def _settle(self, key: str, entry: _Entry) -> Any:
-        """Puts an entry that lies nowhere into the first tier, moves down what no longer fits, and returns the value as that tier has it."""
-        first = self._tiers[0]
-        first.sizing.make_room_for(entry.value_bytes)
-        self._lay(first, key, entry)
-        value = entry.value
-        self._overflow()
-        return value
+    def _settle(self, key: str, entry: _Entry, tiers: list[_Tier]) -> None:
+        """Lays an entry that lies nowhere into the first of these tiers that has room for it."""
+        tier = next((tier for tier in tiers if tier.has_room_for(entry.value_bytes)), None)
+        if tier is None:
+            self._throw_away(key, entry)
+        else:
+            self._lay(tier, key, entry)
 
     def _lay(self, tier: _Tier, key: str, entry: _Entry) -> None:
         if tier.name == "device":
-            leaves, tree = jax.tree.flatten(entry.value)
-            entry.value = tree.unflatten(map(jax.device_put, leaves, entry.places or [None] * len(leaves)))
+            entry.value = _on_devices(entry.value, entry.places)
         else:
             entry.value = jax.tree.map(lambda leaf: _host_copy(leaf) if isinstance(leaf, jax.Array) else leaf, entry.value)
         if tier.name == "files":
-            write_entry(self._path(key), key, entry.version, entry.value)
+            try:
+                write_entry(self._path(key), key, entry.version, entry.value)
+            except OSError:  # a full disk, or a broken one: a cache may forget, training goes on
+                self._counts["unwritten"] += 1
+                tier.sizing.target_bytes = max(0, tier.used_bytes - entry.value_bytes)  # so the next one finds the room of an older one
+                return
             entry.value = None
-        tier.add(key, entry)
+        tier.entries.add(key, entry, entry.value_bytes)
 
     def _overflow(self) -> None:
-        for tier, lower in zip(self._tiers, [*self._tiers[1:], None], strict=True):
-            tier.sizing.press(tier.used_bytes, tier.free_bytes())
-            while tier.used_bytes > tier.sizing.target_bytes and tier.entries:
-                key = next(iter(tier.entries))
-                if lower is None:
-                    self._ghosts[key] = tier.entries[key].value_bytes
-                    self._counts["thrown_away"] += 1
-                    self._discard(tier, key)
-                else:
-                    entry = tier.take(key)
-                    lower.sizing.make_room_for(entry.value_bytes)
-                    self._lay(lower, key, entry)
-        while len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+        for place, tier in enumerate(self._tiers):
+            self._shed(tier, self._tiers[place + 1 :])
 
-    def _discard(self, tier: _Tier, key: str) -> None:
-        tier.take(key)
+    def _shed(self, tier: _Tier, lower: list[_Tier]) -> None:
+        """Moves down what a tier no longer has room for, the least recently used first."""
+        tier.sizing.press(tier.used_bytes, tier.free_bytes())
+        while tier.used_bytes > tier.sizing.target_bytes and tier.entries:
+            key = tier.entries.oldest()
+            self._settle(key, self._discard(tier, key), lower)
+
+    def _throw_away(self, key: str, entry: _Entry) -> None:
+        self._counts["thrown_away"] += 1
+        if any(entry.value_bytes <= tier.sizing.limits.limit_bytes for tier in self._tiers):  # else no size would have kept it
+            self._ghosts.add(key, entry.version, entry.value_bytes)
+        if len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.take(self._ghosts.oldest())
+
+    def _forget(self, key: str) -> None:
+        if key in self._ghosts:
+            self._ghosts.take(key)
+
+    def _discard(self, tier: _Tier, key: str) -> _Entry:
+        entry = tier.entries.take(key)
         if tier.name == "files":
-            self._path(key).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what stays there is no entry of this store any more
+                self._path(key).unlink(missing_ok=True)
+        return entry
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None
@@ -299,12 +316,15 @@ class Store:
                 continue
             size = path.stat().st_size - header["starts_at"]
             files.sizing.target_bytes = min(files.sizing.limits.limit_bytes, max(files.sizing.target_bytes, files.used_bytes + size))
-            files.add(key, _Entry(header["version"], size, None, []))
+            files.entries.add(key, _Entry(header["version"], size, None, []), size)
         self._overflow()
 
-    def _free_on_disk(self) -> int:
+    def _free_on_disk(self) -> int | None:
         assert self._folder is not None
-        return shutil.disk_usage(self._folder).free
+        try:
+            return shutil.disk_usage(self._folder).free
+        except OSError:  # gone: writing will tell
+            return None
 
 
 def _host_copy(leaf) -> np.ndarray:
@@ -312,6 +332,21 @@ def _host_copy(leaf) -> np.ndarray:
     copy = np.array(leaf)
     copy.flags.writeable = False
     return copy
+
+
+def _device_copy(leaf) -> jax.Array | np.ndarray:
+    return _host_copy(leaf) if _narrowed(leaf) else jnp.copy(leaf)
+
+
+def _on_devices(value: Any, places: list) -> Any:
+    leaves, tree = jax.tree.flatten(value)
+    pairs = zip(leaves, places or [None] * len(leaves), strict=True)
+    return tree.unflatten(leaf if _narrowed(leaf) else jax.device_put(leaf, place) for leaf, place in pairs)
+
+
+def _narrowed(leaf) -> bool:
+    """Whether JAX would keep other values."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
 
 def _free_on_host() -> int | None:

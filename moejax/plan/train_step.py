@@ -14,6 +14,7 @@ from moejax.plan.compiled import collectives, launches
 from moejax.plan.schedule import host_copies
 from moejax.plan.targets import Target, devices
 from moejax.train.file_moments import counts_alone
+from moejax.train.frozen import below_shapes
 from moejax.train.masters import rounded, split_shapes
 from moejax.train.placement import batch_shapes
 from moejax.train.program import make_program, with_capacity
@@ -57,7 +58,10 @@ def plan_step(config: RunConfig, target: Target, count: int) -> PlannedStep:
             state = dataclasses.replace(state, opt_state=counts_alone(state.opt_state), master={})
         trees = {"parent": [{}] * len(zeros_BL), "num_segments": config.data.row_segments} if config.data.share_prefixes else {}
         batch = Batch.build(zeros_BL, zeros_BL, **trees)
-        lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation))
+        below = None
+        if config.train.frozen_cache_mib:
+            below = below_shapes(model, config.losses, state.params, batch, mesh, num_stages=program.num_frozen)
+        lowered = program.lower(state, batch_shapes(batch, mesh, accumulation=config.train.accumulation), below)
         flags = options_for(mesh.devices.flat[0], OFFLOADING if choices.chosen_bytes("offload") else TABLE)
         compiled = lowered.compile(compiler_options=flags.taken)
     spell = lambda counts: ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"

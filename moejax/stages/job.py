@@ -23,8 +23,6 @@ from moejax.config.run import Plan
 from moejax.data.loader import Loader
 from moejax.data.markov import MarkovModel, fit_baseline
 from moejax.data.sources import DataError
-from moejax.memory.sizing import TierLimits
-from moejax.memory.store import Store
 from moejax.model.counting import train_flops_per_token
 from moejax.observe import run_folder
 from moejax.observe.compile_log import refuse_replication
@@ -37,7 +35,7 @@ from moejax.parallel.xla_flags import OFFLOADING, TABLE, options_for
 from moejax.stages.tiers import Tiers
 from moejax.train.control import buffer_size, control_metrics, decide, move_experts
 from moejax.train.evaluate import eval_step
-from moejax.train.frozen import FrozenLayers
+from moejax.train.frozen import FrozenLayers, open_store
 from moejax.train.placement import place_batch
 from moejax.train.program import make_program, with_capacity
 from moejax.train.report import describe
@@ -79,6 +77,7 @@ class Run:
         )
         self.stop = StopSignal(config.checkpoint.term_timeout_s)
         self.eval_program: jax.stages.Compiled | None = None
+        self.store = open_store(config.train, self.folder / "frozen_cache") if config.train.frozen_cache_mib else None
         self.frozen: FrozenLayers | None = None
 
     def open(self, split) -> Loader:
@@ -106,9 +105,9 @@ class Run:
                 f"data      {len(self.loader.skipped)} files are no UTF-8 text and are left out: {names}{', ...' * (len(self.loader.skipped) > 3)}"
             )
         state = self.load(found)
-        if mib := self.config.train.frozen_cache_mib:
-            store = Store(host=TierLimits(limit_bytes=mib * 2**20, start_bytes=mib * 2**20))
-            self.frozen = FrozenLayers(self.model, self.config.losses, state.params, num_stages=self.program.num_frozen, store=store)
+        if self.store is not None:
+            num_stages = self.program.num_frozen
+            self.frozen = FrozenLayers(self.model, self.config.losses, state.params, num_stages=num_stages, store=self.store)
         if found is not None and (changed := run_folder.changes(self.folder, to_json(self.config))):
             self.say(f"config    differs from the one the run had before: {', '.join(changed)}")
         # what is written about a run is written once its start is not refused
@@ -250,6 +249,8 @@ class Run:
         self.tiers.close()
         self.loader.close()
         self.stop.close()
+        if self.frozen is not None:
+            self.frozen.close()
 
 
 def fingerprint(lowered: jax.stages.Lowered) -> str:

@@ -18,6 +18,7 @@ from moejax.config.run import Plan, RunConfig, resolve
 from moejax.data.loader import StateMismatchError
 from moejax.data.sources import DataError
 from moejax.memory.shelf import ShelfBusyError, ShelfError
+from moejax.memory.store import StoreBusyError
 from moejax.observe.compile_log import ReplicationError
 from moejax.observe.profile import Profiler
 from moejax.observe.progress import ProgressBar
@@ -36,6 +37,7 @@ USER_ERRORS = (
     MissingCheckpointError,
     DisagreementError,
     ShelfBusyError,
+    StoreBusyError,
     FileExistsError,
     NotADirectoryError,
     PermissionError,
@@ -74,6 +76,11 @@ def prepare(config: RunConfig) -> Plan:
     require(
         config.model.moe.transport != "ragged" or jax.default_backend() == "gpu",
         f"model.moe.transport='ragged' needs GPUs: XLA has no ragged all-to-all for {jax.default_backend()!r}; 'all_to_all' fits.",
+    )
+    mib = config.train.frozen_cache_mib
+    require(
+        not mib or jax.process_count() == 1,
+        f"train.frozen_cache_mib={mib} is built for one process, and there are {jax.process_count()}; 0 fits.",
     )
     agree("config", to_json(dataclasses.replace(config, processes=ProcessConfig())))
     return resolve(config, jax.device_count())

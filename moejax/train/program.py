@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from moejax.config.errors import require
 from moejax.config.model import ModelConfig
 from moejax.config.tiers import TiersConfig
 from moejax.config.training import LossConfig, OptimConfig, TrainConfig
@@ -15,6 +16,7 @@ from moejax.memory.policy import Saved
 from moejax.model import language_model
 from moejax.model.context import Switches
 from moejax.model.objective import switches_for
+from moejax.model.transformer import stages
 from moejax.optim import groups
 from moejax.optim.build import build
 from moejax.optim.pieces import WeightUpdate, cut
@@ -75,13 +77,31 @@ def make_program(
         "switches": switches,
     }
     if tiers.optimizer == "device":
-        num_frozen = language_model.num_frozen(model, parts["trainable"])
+        num_frozen = frozen_stages(model, rules, train)
         step = functools.partial(train_step, optimizer=optimizer, clip_norm=optim.clip_norm, num_frozen=num_frozen, **parts)
         return Program(step, optimizer, rules, switches, [], num_frozen)
     updates = cut(optim, rules, like, steps=train.steps)
     if tiers.optimizer == "host":
         return Program(functools.partial(host_step, updates=updates, **parts), optimizer, rules, switches, updates)
     return Program(functools.partial(gradient_step, **parts), optimizer, rules, switches, updates, moments_in_files=True)
+
+
+def frozen_stages(model: ModelConfig, rules, train: TrainConfig) -> int:
+    """Stages of the model below the first weight that learns.
+
+    Args:
+      rules: of `groups.assign`.
+
+    Raises:
+      ConfigError: there is none, and train.frozen_cache_mib wants to keep what they make.
+    """
+    num_frozen = language_model.num_frozen(model, jax.tree.map(lambda rule: rule.trainable, rules))
+    require(
+        num_frozen > 0 or not train.frozen_cache_mib,
+        f"train.frozen_cache_mib={train.frozen_cache_mib}, but no layer is frozen: train.train_only={train.train_only!r} must leave out the "
+        f"embedding and the first layers ({'/'.join(stages(model)[0]).rstrip('/')} is the first of them).",
+    )
+    return num_frozen
 
 
 def with_capacity(model: ModelConfig, capacity_factor: float) -> ModelConfig:

@@ -9,7 +9,9 @@ from moejax_kernels.implementation import CHOSEN
 from moejax.config.model import LayerKind, LayerPlan
 from moejax.config.run import Plan
 from moejax.model import counting, language_model
+from moejax.model.transformer import stages
 from moejax.optim import groups
+from moejax.train.program import frozen_stages
 
 _SECTIONS = ("unembed", "final_norm", "final_residual", "tail", "unit", "head", "embed")
 _SUBLAYERS = ("feed_forward", "feed_forward_norm", "feed_forward_residual", "mixer", "mixer_norm", "mixer_residual")
@@ -34,6 +36,13 @@ def plan_lines(plan: Plan) -> list[str]:
     rows.append(
         ("FLOPs", f"{flops:,.0f} forward, {counting.train_flops_per_token(config.model, config.data.seq_len):,.0f} in training, a token")
     )
+    if config.train.frozen_cache_mib:
+        rules = groups.assign(config.optim, language_model.shapes(config.model), train_only=config.train.train_only)
+        frozen = [
+            section + f"/{place}" * bool(place)
+            for section, place in stages(config.model)[: frozen_stages(config.model, rules, config.train)]
+        ]
+        rows.append(("frozen", f"{', '.join(frozen)}: what they make of rows is kept, and the step starts from there"))
     lines = [f"{name:9} {text}" for name, text in rows]
     lines.append(f"{'':9} {'part':20} {'layers':>6} {'parameters':>19} {'active':>17} {'FLOPs a token':>17}")
     lines += [f"{'':9} {part.name:20} {part.layers:6} {part.params:19,} {part.active:17,} {part.flops:17,.0f}" for part in parts]

@@ -35,6 +35,14 @@ def test_with_shared_prefixes_ops_whose_kernels_take_no_tree_run_as_xla_and_the_
     assert launches(planned.compiled)["triton"] > 0
 
 
+def test_with_a_frozen_cache_the_step_that_is_compiled_is_the_one_that_starts_above_the_frozen_layers():
+    flags = ["--model.num_layers", "2", "--model.mixers", "kda", "dsa", "--train.train_only", "^(head/1|final_norm|unembed)"]
+    flags += ["--model.moe.capacity_factor", "0", "--losses.bias_update", "none"]
+    whole, above = (plan_step(load_config(CONFIG, [*flags, *more]), *parse("h200x8")) for more in ([], ["--train.frozen_cache_mib", "64"]))
+    assert "\nfrozen    head/0: " in above.report and "\nfrozen " not in whole.report
+    assert launches(above.compiled)["triton"] < launches(whole.compiled)["triton"]
+
+
 def test_a_target_that_there_is_not_is_named():
     with pytest.raises(ConfigError, match="--target='h300x8' must be one of a100, h100, h200, b200"):
         parse("h300x8")

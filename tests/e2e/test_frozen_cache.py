@@ -36,7 +36,9 @@ def test_losses_are_those_of_a_run_without_the_cache(tmp_path):
     losses = {}
     for mib in (0, 4):
         cached = dataclasses.replace(
-            config, out_dir=str(tmp_path / f"{mib}"), train=dataclasses.replace(config.train, frozen_cache_mib=mib)
+            config,
+            out_dir=str(tmp_path / f"{mib}"),
+            train=dataclasses.replace(config.train, frozen_cache_mib=mib, frozen_cache_files_mib=2 * mib),
         )
         run(cached, Console(file=io.StringIO(), width=200))
         lines = [line for line in metrics.read(tmp_path / f"{mib}" / config.name) if "loss_nats" in line]
@@ -44,3 +46,12 @@ def test_losses_are_those_of_a_run_without_the_cache(tmp_path):
     np.testing.assert_allclose(losses[4], losses[0], rtol=1e-6)  # float32, compiled in two programs
     hits, misses = lines[-1]["frozen_hits"], lines[-1]["frozen_misses"]
     assert hits + misses == 9 * 8 and misses <= 12 * 3 and lines[-1]["frozen_refused"] == 0
+    told = {name.removeprefix("frozen_store_"): value for name, value in lines[-1].items() if name.startswith("frozen_store_")}
+    assert (told["hits"], told["misses"], told["hit_rate"]) == (hits, misses, hits / 72)
+    assert [told[name] for name in ("stale", "corrupt", "thrown_away", "unwritten")] == [0] * 4
+    assert 0 < told["host_bytes"] <= told["host_room_bytes"] < 4 * 2**20 and 0 < told["files_room_bytes"] < 8 * 2**20
+    # the run goes on in what could be another process: rows are found in its files
+    longer = dataclasses.replace(cached, train=dataclasses.replace(cached.train, steps=12))
+    run(longer, Console(file=io.StringIO(), width=200))
+    lines = [line for line in metrics.read(tmp_path / "4" / config.name) if "loss_nats" in line]
+    assert len(lines) == 12 and lines[-1]["frozen_hits"] > 0 and lines[-1]["frozen_misses"] <= 12 * 3 - misses

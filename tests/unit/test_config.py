@@ -243,6 +243,11 @@ UNRESOLVED = [
         8,
         ["train.frozen_cache_mib=4", "train.accumulation=2", "1 fits"],
     ),
+    (
+        RunConfig(name="a", train=TrainConfig(frozen_cache_mib=4, train_only="embed")),
+        8,
+        ["train.frozen_cache_mib=4", "embed/weight_VD learns", "train.train_only='embed'", "must leave out"],
+    ),
     (RunConfig(name="a", train=TrainConfig(frozen_cache_mib=4, debug=True)), 8, ["frozen_cache_mib=4", "train.debug=True"]),
     (RunConfig(name="a", data=DataConfig(windows=True), train=TrainConfig(frozen_cache_mib=4)), 8, ["frozen_cache_mib=4", "data.windows"]),
     (

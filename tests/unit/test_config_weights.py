@@ -1,4 +1,4 @@
-"""What the config says of weights without building them is true of the tree of weights: which dims a mesh splits, and where indexers lie."""
+"""What the config says of weights without building them is true of the tree of weights: which dims a mesh splits, and where indexers and the embedding lie."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from moejax.config.mesh import MeshConfig
 from moejax.config.mixers import GDNConfig, GQAConfig, IndexerConfig, KDAConfig, MLAConfig
 from moejax.config.model import ModelConfig, ResidualConfig
 from moejax.config.moe import MoEConfig, RouterConfig
-from moejax.config.run import RunConfig, indexer_paths, resolve
+from moejax.config.run import EMBEDDING, RunConfig, indexer_paths, resolve
 from moejax.config.training import TrainConfig
 from moejax.model import language_model
 from moejax.optim.groups import path_of
@@ -80,6 +80,7 @@ def tiny_model(mixer: str, **changes) -> ModelConfig:
     ],
     ids=["one layer", "head, unit and tail", "no indexer", "pooled"],
 )
-def test_indexer_paths_are_those_of_the_tree(model):
+def test_paths_of_indexers_and_embedding_are_those_of_the_tree(model):
     paths = {path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(language_model.shapes(model))}
+    assert {path for path in paths if path.startswith("embed")} == {EMBEDDING}
     assert sorted(indexer_paths(model)) == sorted(path for path in paths if "/indexer/" in path)

@@ -70,6 +70,12 @@ def test_a_stale_or_foreign_entry_is_not_used():
     assert (recall.hits, recall.misses, recall.refused) == (1, 4, 2) and (newer.hits, newer.misses, newer.refused) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("planted", [np.zeros(3), {"value": np.zeros(3)}, [np.zeros(3)]], ids=["array", "no label", "list"])
+def test_an_entry_without_a_label_is_refused(planted):
+    recall = Recall(Dict(key=planted), "version 1")
+    assert recall.find("key") is None and (recall.hits, recall.misses, recall.refused) == (0, 1, 1)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
 def test_a_fingerprint_changes_with_one_bit_one_place_and_one_name_and_not_with_the_mesh(dtype):
     weights = {"a": np.arange(64).reshape(8, 8).astype(dtype), "b": np.zeros(3, dtype)}
