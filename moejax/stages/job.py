@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from moejax_kernels.gpu import why_no_triton
 from rich.console import Console
 
 from moejax.checkpoint.stop import StopSignal
@@ -50,8 +49,6 @@ class Run:
         self.plan, self.console = plan, console
         self.config = config = plan.config
         self.model = config.model
-        if config.losses.kernel == "triton_gpu" and (reason := why_no_triton()):
-            raise ConfigError(f"losses.kernel='triton_gpu' {reason.split('. ')[0]}; 'xla' fits.")
         self.mesh = make_mesh(config.mesh)
         self.main = jax.process_index() == 0
         self.folder = Path(config.out_dir) / config.name

@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from moejax_kernels.gpu import why_no_triton
 from rich.console import Console
 
 from moejax.checkpoint.layout import LayoutError
@@ -77,6 +78,8 @@ def prepare(config: RunConfig) -> Plan:
         config.model.moe.transport != "ragged" or jax.default_backend() == "gpu",
         f"model.moe.transport='ragged' needs GPUs: XLA has no ragged all-to-all for {jax.default_backend()!r}; 'all_to_all' fits.",
     )
+    if config.losses.kernel == "triton_gpu" and (reason := why_no_triton()):
+        raise ConfigError(f"losses.kernel='triton_gpu' {reason.split('. ')[0]}; 'xla' fits.")
     mib = config.train.frozen_cache_mib
     require(
         not mib or jax.process_count() == 1,
