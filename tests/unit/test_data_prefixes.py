@@ -294,3 +294,7 @@ def test_settings_of_shared_prefixes_without_them_are_refused():
         DataConfig(min_shared=5)
     with pytest.raises(ConfigError, match=r"data\.min_shared=1 must be at least 2"):
         DataConfig(share_prefixes=True, min_shared=1)
+    with pytest.raises(ConfigError, match=r"data\.min_shared=512 must be less than data\.seq_len=512"):
+        DataConfig(share_prefixes=True, min_shared=512, seq_len=512)
+    DataConfig(share_prefixes=True, min_shared=511, seq_len=512)
+    DataConfig(seq_len=32)  # min_shared is not used
