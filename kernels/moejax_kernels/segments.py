@@ -128,10 +128,9 @@ class Segments:
         positions_BL = np.arange(previous_BL.shape[1]) - starts_BL
         if self.index_BL is None:
             return positions_BL.astype(np.int32)
-        for row, previous_L in enumerate(previous_BL):  # parents come earlier, so one pass from the left is enough
-            for at in np.flatnonzero(starts_BL[row] == np.arange(previous_L.size)):
-                base = positions_BL[row, previous_L[at]] + 1 if previous_L[at] >= 0 else 0
-                positions_BL[row, at : max(np.asarray(self.ends_BL)[row, at], at + 1)] += base
+        ends_BL, at_L = np.asarray(self.ends_BL), np.arange(previous_BL.shape[1])
+        for row, at in np.argwhere((starts_BL == at_L) & (previous_BL >= 0)):  # parents come earlier, so one pass from the left is enough
+            positions_BL[row, at : ends_BL[row, at]] += positions_BL[row, previous_BL[row, at]] + 1
         return positions_BL.astype(np.int32)
 
     def rebuilt(self) -> "Segments":
@@ -250,7 +249,9 @@ def _tree(ids_BL, border_BL, ends_BL, previous_BL, parent, num_segments):
 
 def _copies(ids_BL, index_BL, ancestor_BUU):
     """Documents below each token: segments that nobody continues, itself or a descendant."""
-    number_U = np.arange(ancestor_BUU.shape[1])
-    is_leaf_BU = ((index_BL[..., None] == number_U) & (ids_BL >= 0)[..., None]).any(1) & (ancestor_BUU.sum(1) == 1)
+    is_leaf_BU = np.zeros(ancestor_BUU.shape[:2], bool)
+    row_N, at_N = np.nonzero(ids_BL >= 0)
+    is_leaf_BU[row_N, index_BL[row_N, at_N]] = True
+    is_leaf_BU &= ancestor_BUU.sum(1) == 1
     copies_BU = (ancestor_BUU & is_leaf_BU[:, :, None]).sum(1)
     return np.where(ids_BL >= 0, np.take_along_axis(copies_BU, index_BL, axis=1), 0)

@@ -72,4 +72,9 @@ class DataConfig:
         require_ranges("data", self, seq_len=">= 2", batch_size=">= 1", pack_rows=">= 1", shuffle_block=">= 1")
         require_ranges("data", self, min_shared=">= 2", row_segments=">= 3")
         refuse_unused("data", self, "min_shared", "row_segments", unless=self.share_prefixes, why="data.share_prefixes is off")
+        require(
+            not self.share_prefixes or self.min_shared < self.seq_len,
+            f"data.min_shared={self.min_shared} must be less than data.seq_len={self.seq_len}: documents that share so many tokens do not "
+            "fit a row together, and nothing would be shared.",
+        )
         require(1 <= self.heldout_percent <= 50, f"data.heldout_percent={self.heldout_percent} must lie between 1 and 50.")

@@ -8,8 +8,8 @@ Several documents are read side by side, a piece of each in turn: rows that foll
 or a batch of short rows would see one document only. Within a document the pieces keep their order.
 
 With shared prefixes a piece goes first to the open row with whose pieces it shares most, else to the first one with room for all
-documents being read that begin like it. A row's room is counted in the tokens of its forest (`prefixes.branches`), which follows from
-its pieces alone. A piece as long as a row still stands alone.
+documents being read that begin like it. A row's room is counted in the tokens of its forest (`prefixes.Forest`), which follows from
+its pieces alone and grows with each. A piece as long as a row still stands alone.
 """
 
 import collections
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moejax.data.prefixes import Sharing, branches
+from moejax.data.prefixes import EMPTY, Forest, Sharing, branches
 from moejax.data.sources import DataError
 
 
@@ -42,6 +42,8 @@ class _Row:
     pieces: list[np.ndarray]
     room: int
     """Tokens that it has left."""
+    forest: Forest = EMPTY
+    """What its pieces make, if they share."""
 
 
 class Packer:
@@ -130,7 +132,7 @@ class Packer:
         """Puts a piece where it belongs; returns a row that is done."""
         if piece.size == self._seq_len:
             return _Row([place], [piece], 0)
-        row, done = next(self._fitting(piece), None), None
+        (row, forest), done = self._fitting(piece), None
         if row is None:
             if len(self._open) == self._pack_rows:
                 done = min(self._open, key=lambda row: row.room)
@@ -139,35 +141,36 @@ class Packer:
             self._open.append(row)
         row.places.append(place)
         row.pieces.append(piece)
-        row.room = self._room(row.pieces)
+        row.forest, row.room = forest, self._room(row.pieces, forest)
         if not row.room:
             self._open.remove(row)
             return row
         return done
 
-    def _fitting(self, piece: np.ndarray) -> Iterator[_Row]:
-        """Open rows with room, the best first: with shared prefixes where the piece shares most, then where its company has room too."""
-        if self._sharing is None:
-            yield from (row for row in self._open if piece.size <= row.room)
-            return
-        shares = [self._sharing.shared(piece, row.pieces) for row in self._open]
-        company = [piece, *(other for other in self._heads() if self._sharing.shared(piece, [other]))]
-        if self._room(company) < 0:  # no row is long enough
-            company = [piece]
-        for shared, row in sorted(zip(shares, self._open, strict=True), key=lambda pair: -pair[0]):
-            if self._room([*row.pieces, *([piece] if shared else company)]) >= 0:
-                yield row
+    def _fitting(self, piece: np.ndarray) -> tuple[_Row | None, Forest]:
+        """The best open row with room, and its forest with the piece: where the piece shares most, then where its company has room too."""
+        sharing = self._sharing
+        if sharing is None:
+            return next((row for row in self._open if piece.size <= row.room), None), EMPTY
+        beginning = sharing.beginning(piece)
+        alike = [row for row in self._open if beginning in row.forest.trees]
+        if len(alike) > 1:
+            alike.sort(key=lambda row: -sharing.shared(row.forest, row.pieces, beginning, piece))
+        for row in alike:
+            forest = sharing.plant(row.forest, [*row.pieces, piece])
+            if sharing.room(self._seq_len, forest) >= 0:
+                return row, forest
+        company = sharing.forest([piece, *(other for other in self._heads() if sharing.beginning(other) == beginning)])
+        if sharing.room(self._seq_len, company) < 0:  # no row is long enough
+            company = sharing.forest([piece])
+        others = (row for row in self._open if beginning not in row.forest.trees)
+        row = next((row for row in others if sharing.room(self._seq_len, row.forest, company) >= 0), None)
+        return row, sharing.forest([piece]) if row is None else sharing.plant(row.forest, [*row.pieces, piece])
 
     def _heads(self) -> Iterator[np.ndarray]:
         """The next pieces of the documents being read, but the first's."""
         for document, taken in itertools.islice(self._reading, 1, None):
             yield self._read(document)[taken : taken + self._seq_len]
-
-    def _room(self, pieces: list[np.ndarray]) -> int:
-        """Tokens that a row with these pieces has left; below 0: they do not fit."""
-        if self._sharing is None:
-            return self._seq_len - sum(piece.size for piece in pieces)
-        return self._sharing.room(pieces, self._seq_len)
 
     def _read(self, document: int) -> np.ndarray:
         if document not in self._tokens:
@@ -176,7 +179,14 @@ class Packer:
 
     def _row_again(self, places: list[tuple[int, int, int]]) -> _Row:
         pieces = [self._again(*place) for place in places]
-        return _Row(places, pieces, self._room(pieces))
+        forest = EMPTY if self._sharing is None else self._sharing.forest(pieces)
+        return _Row(places, pieces, self._room(pieces, forest), forest)
+
+    def _room(self, pieces: list[np.ndarray], forest: Forest) -> int:
+        """Tokens that a row with these pieces has left."""
+        if self._sharing is None:
+            return self._seq_len - sum(piece.size for piece in pieces)
+        return self._sharing.room(self._seq_len, forest)
 
     def _again(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens_T = self._documents[document]

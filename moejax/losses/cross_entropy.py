@@ -59,8 +59,10 @@ def cross_entropy(
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
       unembed_DV: output projection in any float dtype, cast piece by piece; its gradient is summed in float32, or wider if it is.
-      targets_BL: integers; IGNORED (-100) leaves a token out whatever its weight, and where the weight is 0 any value does.
-      weights_BL: float weight of each token; 0 leaves it out of values and gradients, exactly.
+      targets_BL: integers; IGNORED (-100) leaves a token out whatever its weight, and where the weight is 0 any value does. Another one that
+        is no column of the whole head makes the sums NaN.
+      weights_BL: float weight of each token; 0 leaves it out exactly: of the sums whatever its hidden state, of the gradients if that is finite
+        (in the head's gradient it would meet a 0, and the product is NaN).
       z_coef: coefficient of the z-loss, a number or a scalar array.
       logit_cap: logits become cap * tanh(logits / cap), for all that is made of them; 0: they stay.
       chunk_tokens, chunk_vocab: positions of each row per chunk, and columns per piece, dividing or not. 0: see `chunks`.
@@ -148,7 +150,8 @@ def _values(statics: _Statics, hidden_BLD, head, targets_BL, weights_BL, z_coef)
 
     def one_chunk(_, chunk):
         hidden_BCD, targets_BC, weights_BC = chunk
-        return None, _parts(statics.how, vocabulary.read(statics.how, hidden_BCD, head, targets_BC), weights_BC, z_coef).sums_2
+        seen = vocabulary.read(statics.how, hidden_BCD, head, targets_BC)
+        return None, _parts(statics.how, seen, head, targets_BC, weights_BC, z_coef).sums_2
 
     _, sums_N2 = _over_tokens(statics, one_chunk, None, (hidden_BLD, targets_BL, weights_BL))
     return _with_loss(sums_N2, z_coef)
@@ -163,7 +166,7 @@ def _save(statics: _Statics, *primals):
     def one_chunk(dhead, chunk):
         hidden_BCD, targets_BC, weights_BC = chunk
         seen = vocabulary.read(statics.how, hidden_BCD, head, targets_BC)
-        parts = _parts(statics.how, seen, weights_BC, z_coef)
+        parts = _parts(statics.how, seen, head, targets_BC, weights_BC, z_coef)
         if not forward:
             return dhead, (parts, seen.lse_BC)
         dhidden_BCD, dhead = _chunk_gradients(statics, wanted, chunk, head, z_coef, seen, dhead)
@@ -226,13 +229,16 @@ class _Parts(NamedTuple):
     """Loss of each token before its weight."""
 
 
-def _parts(how: Vocabulary, seen: vocabulary.Seen, weights_BC, z_coef) -> _Parts:
-    nll_BC, square_BC = seen.lse_BC - seen.target_BC, seen.lse_BC**2
+def _parts(how: Vocabulary, seen: vocabulary.Seen, head, targets_BC, weights_BC, z_coef) -> _Parts:
+    counts_BC = weights_BC != 0
+    num_columns = head.shape[how.dim] * (jax.lax.axis_size(how.axis) if how.axis else 1)
+    known_BC = ~counts_BC | ((targets_BC >= 0) & (targets_BC < num_columns))
+    nll_BC, square_BC = jnp.where(known_BC, seen.lse_BC - seen.target_BC, jnp.nan), seen.lse_BC**2
     if how.axis:  # all devices of the axis see the same: the first counts it
         first = jax.lax.axis_index(how.axis) == 0
         nll_BC, square_BC = jnp.where(first, nll_BC, 0), jnp.where(first, square_BC, 0)
-    sums_2 = jnp.stack([jnp.sum(weights_BC * nll_BC), jnp.sum(weights_BC * square_BC)])
-    return _Parts(sums_2, nll_BC + z_coef * square_BC)
+    weighted = lambda values_BC: jnp.sum(jnp.where(counts_BC, weights_BC * values_BC, 0))  # 0 times NaN would be NaN
+    return _Parts(jnp.stack([weighted(nll_BC), weighted(square_BC)]), nll_BC + z_coef * square_BC)
 
 
 def _with_loss(sums_N2, z_coef):

@@ -58,9 +58,7 @@ def gradients(
         return loss, grads, report
     if past is not None or below is not None:
         raise ValueError(f"a past and what lies below are those of one batch, not of {num_microbatches} microbatches; 1 fits.")
-    counted = losses.balance == "global" or config.moe.router.overload_strength > 0
-    if counted:
-        control = _whole_load(functools.partial(run, control=control), params, batches, control or {})
+    control = with_whole_load(config, losses, functools.partial(run, control=control), params, batches, control)
     differentiate = jax.value_and_grad(lambda params, batch: run(params, batch, control=control), has_aux=True)
 
     def add(sums, batch):
@@ -79,12 +77,16 @@ def _add_up(sums, parts):
     return jax.tree.map(lambda a, b: a & b if a.dtype == bool else a + b, sums, parts)
 
 
-def _whole_load(run, params, batches, control: dict):
-    """What layers are told, with the rows per expert of the whole global batch, by routing every microbatch once without gradients.
+def with_whole_load(config: ModelConfig, losses: LossConfig, run, params, batches, control: dict | None):
+    """What layers are told, where they balance by it with the rows per expert of the whole global batch: `run(params, batch)`, an
+    `objective`, routes every microbatch once without gradients.
 
     Under the soft constraint this first pass weighs by each microbatch's own loads, so the counts behind the first sparse layer are
     those of slightly other weights.
     """
+    if losses.balance != "global" and config.moe.router.overload_strength == 0:
+        return control
+    control = control or {}
 
     def load_of(batch):
         layers = run(params, batch)[1].layers

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from moejax.config.data import DataConfig, SourceConfig
 from moejax.config.errors import ConfigError
+from moejax.data import prefixes
 from moejax.data.batch import Batch
 from moejax.data.loader import Loader, StateMismatchError
 from moejax.data.markov import MarkovModel
 from moejax.data.mixture import open_splits
 from moejax.data.packing import Packer, fill_trees
-from moejax.data.prefixes import Part, Sharing, branches
+from moejax.data.prefixes import EMPTY, Part, Sharing, branches, common
 
 STEMS = ([0] * 6, [0] * 6 + [1] * 5, [2] * 4)
 SAMPLES = st.lists(
@@ -78,6 +79,58 @@ def test_a_restored_packer_goes_on_as_if_never_stopped(samples, sizes, sharing, 
     begun = as_lists(itertools.islice(first, num_before))
     second.restore(json.loads(json.dumps(first.state())))
     assert begun + as_lists(second) == as_lists(Packer(samples, sharing=sharing, **sizes))
+
+
+class CountsAnew(Packer):
+    """The rule by which rows are chosen, counted from their pieces each time."""
+
+    def _fitting(self, piece):
+        sharing = self._sharing
+        begin = lambda sample: sample[: sharing.min_shared].tolist() if sample.size >= sharing.min_shared else None
+        shared = lambda others: max((common(piece, other) for other in others if begin(piece) and begin(piece) == begin(other)), default=0)
+        company = [piece, *(other for other in self._heads() if shared([other]))]
+        company = company if self._count(company) >= 0 else [piece]
+        for row in sorted(self._open, key=lambda row: -shared(row.pieces)):
+            if self._count([*row.pieces, *([piece] if shared(row.pieces) else company)]) >= 0:
+                return row, sharing.forest([*row.pieces, piece])
+        return None, sharing.forest([piece])
+
+    def _count(self, pieces):
+        parts = branches(pieces, self._sharing.min_shared)
+        tokens, segments = self._seq_len - sum(part.stop - part.start for part in parts), self._sharing.row_segments - 1 - len(parts)
+        return tokens if segments > 0 else min(tokens, segments)
+
+    def _room(self, pieces, forest):
+        return self._count(pieces)
+
+
+@settings(deadline=None, max_examples=150)
+@given(SAMPLES, SIZES, SHARING)
+def test_rows_are_chosen_as_if_their_forests_were_counted_anew_for_each_piece(samples, sizes, sharing):
+    as_lists = lambda packer: [[piece.tolist() for piece in row] for row in packer]
+    assert as_lists(Packer(samples, sharing=sharing, **sizes)) == as_lists(CountsAnew(samples, sharing=sharing, **sizes))
+
+
+@settings(deadline=None, max_examples=150)
+@given(SAMPLES, SHARING)
+def test_a_forest_planted_one_by_one_is_that_of_all_samples(samples, sharing):
+    forest = EMPTY
+    for number in range(len(samples)):
+        forest = sharing.plant(forest, samples[: number + 1])
+    spread = lambda forest: [(tree.members, tree.start, tree.stop, spread(tree.branches)) for tree in forest.trees.values()]
+    parts = branches(samples, sharing.min_shared)
+    assert spread(forest) == spread(sharing.forest(samples))
+    assert (forest.tokens, forest.parts) == (sum(part.stop - part.start for part in parts), len(parts))
+
+
+def test_a_piece_is_compared_with_few_of_those_that_are_there(monkeypatch):
+    compared = []
+    monkeypatch.setattr(prefixes, "common", lambda one_T, other_T: compared.append(1) or common(one_T, other_T))
+    rng = np.random.default_rng(0)
+    samples = [np.append(stem_T, rng.integers(0, 99, 9)).astype(np.int32) for stem_T in rng.integers(0, 99, (40, 30)) for _ in range(6)]
+    sizes = {"seq_len": 800, "pack_rows": 6, "num_reading": 12, "epoch": 240}
+    assert len(list(Packer(samples, sharing=Sharing(min_shared=20, row_segments=60), **sizes))) > 2
+    assert len(compared) < 4 * len(samples)  # not with each open row's
 
 
 def test_branches_by_hand():
@@ -241,3 +294,7 @@ def test_settings_of_shared_prefixes_without_them_are_refused():
         DataConfig(min_shared=5)
     with pytest.raises(ConfigError, match=r"data\.min_shared=1 must be at least 2"):
         DataConfig(share_prefixes=True, min_shared=1)
+    with pytest.raises(ConfigError, match=r"data\.min_shared=512 must be less than data\.seq_len=512"):
+        DataConfig(share_prefixes=True, min_shared=512, seq_len=512)
+    DataConfig(share_prefixes=True, min_shared=511, seq_len=512)
+    DataConfig(seq_len=32)  # min_shared is not used

@@ -193,3 +193,24 @@ def test_compiled_temporaries_do_not_hold_the_logits():
 
     memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < B * L * V * 4 / 3  # a few chunks of 1/16 of the logits
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 4, "chunk_vocab": 5}, {"gradients": "recompute", "chunk_tokens": 4}], ids=str)
+def test_what_is_left_out_may_be_no_number_and_what_counts_must_have_a_token(options):
+    hidden_BLD, unembed_DV, targets_BL, weights_BL = (np.array(array) for array in random_case())
+    weights_BL[0, 3], weights_BL[1, 2] = 0, 1
+    targets_BL[0, 3], targets_BL[1, 2] = 10**6, -100
+    sums = jax.jit(lambda *arrays: cross_entropy(*arrays, z_coef=0.1, **options))
+    both = jax.jit(jax.value_and_grad(lambda *arrays: sums(*arrays).loss_sum))
+    want = sums(hidden_BLD, unembed_DV, targets_BL, weights_BL)
+    broken_BLD = hidden_BLD.copy()
+    broken_BLD[0, 3], broken_BLD[1, 2] = np.nan, np.inf
+    got = sums(broken_BLD, unembed_DV, targets_BL, weights_BL)
+    for name, left, right in zip(want._fields, got, want, strict=True):
+        assert left == right, name
+    assert both(broken_BLD, unembed_DV, targets_BL, weights_BL)[0] == want.loss_sum
+    for target in (unembed_DV.shape[1], -1):
+        wrong_BL = targets_BL.copy()
+        wrong_BL[1, 2] = target
+        assert np.isnan(sums(hidden_BLD, unembed_DV, wrong_BL, weights_BL).nll_sum)
+        assert np.isnan(both(hidden_BLD, unembed_DV, wrong_BL, weights_BL)[0])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from moejax.model import language_model
 from moejax.model.objective import switches_for
 from moejax.model.transformer import Below
 from moejax.parallel.mesh import mesh_from
-from moejax.train.prefix import prefix_gradients
+from moejax.train.prefix import prefix_gradients, require_to_go_on
 from moejax.train.step import gradients
 
 
@@ -209,3 +211,67 @@ def test_every_way_has_the_gradients_of_documents_written_out(way, lowest):
 @pytest.mark.parametrize("way", ["each", "rebuild", "once"])
 def test_prompts_are_shared_in_stacked_layers_with_experts(way):
     check_shared(SHARED_EXPERTS, way, 0)
+
+
+def of_prompts(config, losses, prefix, answers, past_keys=PREFIX):
+    """Loss, gradients and report, with the prompts computed once."""
+    run = functools.partial(
+        prefix_gradients, config, losses, prefix=prefix, batches=answers, switches=switches_for(losses, past_keys=past_keys)
+    )
+    with jax.enable_x64(True), jax.set_mesh(mesh_from()):
+        params = tiny.weights(config, bias=0.1)
+        return jax.device_get(jax.jit(lambda params: run(params), compiler_options=tiny.QUICK_TO_COMPILE)(params))
+
+
+@pytest.mark.parametrize("router", [{}, {"overload_strength": 1.0}], ids=str)
+def test_experts_are_balanced_over_all_answers_however_they_are_split_into_microbatches(router):
+    prefix, answers, _ = prompts_and_answers()
+    together = jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[2:]), answers)
+    prompts = jax.tree.map(lambda array: np.concatenate([array] * NUM_MICROBATCHES), prefix)
+    config = tiny.model("gqa", precision=tiny.FLOAT64, moe=tiny.moe(**router))
+    losses = LossConfig(balance="none" if router else "global", balance_coef=0.0 if router else 1.0)
+    want_loss, want, want_report = of_prompts(config, losses, prompts, together)
+    loss, grads, report = of_prompts(config, losses, prefix, answers)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-9)
+    np.testing.assert_allclose(report.balance, want_report.balance, rtol=1e-9)
+    error, path = tiny.worst(grads, want)
+    assert error < 1e-9, path
+
+
+def test_a_prefix_that_would_not_be_seen_as_a_whole_is_refused():
+    prefix, answers, _ = prompts_and_answers()
+    with pytest.raises(ValueError, match=r"past_keys=31 leaves out .* \(gqa, kda\) see of a prefix of 32 tokens; 32 or more fit"):
+        of_prompts(RECURRENT, LossConfig(), prefix, answers, past_keys=PREFIX - 1)
+    with pytest.raises(ValueError, match=r"past_keys=None"):
+        of_prompts(RECURRENT, LossConfig(), prefix, answers, past_keys=None)
+    later = dataclasses.replace(answers, positions_BL=answers.positions_BL + (np.arange(NUM_MICROBATCHES) == 1)[:, None, None])
+    with pytest.raises(
+        ValueError, match=r"row 0 of microbatch 1 begins at position 33, and its prefix ends at position 31; rows begin one"
+    ):
+        of_prompts(RECURRENT, LossConfig(), prefix, later)
+    require_to_go_on(prefix, answers)
+    with pytest.raises(ValueError, match="its prefix ends with padding"):
+        ends = dataclasses.replace(prefix.segments, ids_BL=np.where(np.arange(PREFIX) < PREFIX - 1, prefix.segments.ids_BL, -1))
+        require_to_go_on(dataclasses.replace(prefix, segments=ends), answers)
+
+
+def test_layers_with_a_window_need_no_more_of_a_prefix_than_they_see():
+    prefix, answers, _ = prompts_and_answers()
+    config = tiny.model("gqa", gqa=dataclasses.replace(tiny.SIZES["gqa"]["gqa"], window=8), precision=tiny.FLOAT64)
+    want_loss, want, _ = of_prompts(config, LossConfig(), prefix, answers)
+    loss, grads, _ = of_prompts(config, LossConfig(), prefix, answers, past_keys=7)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+    error, path = tiny.worst(grads, want)
+    assert error < 1e-9, path
+    with pytest.raises(ValueError, match="7 or more fit"):
+        of_prompts(config, LossConfig(), prefix, answers, past_keys=6)
+
+
+@pytest.mark.slow
+def test_the_example_in_the_docs_runs():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "windows.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    told: dict = {}
+    exec(example, told)
+    assert np.isfinite(told["loss"]) and jax.tree.map(np.shape, told["grads"]) == jax.tree.map(np.shape, told["params"])
+    assert told["report"].layers
