@@ -83,11 +83,10 @@ def show(console: Console, path: str, overrides: list[str]) -> int:
     if not devices:
         raise ConfigError("show needs to know the number of devices: pass --devices N, or set mesh.simulate_devices.")
     plan = resolve(config, devices)
+    choices = plan_saved(plan, gpu=not config.mesh.simulate_devices)
     console.print("\n".join(plan_lines(plan)), highlight=False, markup=False, soft_wrap=True)
     if memory:
-        gpu = not config.mesh.simulate_devices
-        lines = table_lines(plan_saved(plan, gpu=gpu), config.memory)
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(table_lines(choices, config.memory)), highlight=False, markup=False, soft_wrap=True)
         return 0
     console.print(to_json(plan.config), highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -47,7 +47,7 @@ class MemoryConfig:
     preset: Literal["fast", "balanced", "lean", "auto"] = "fast"
     """`fast`: keep all. `balanced`: results of exchanges and of mixing along the sequence. `lean`: layer inputs. `auto`: what fits budget_gb."""
     keep: tuple[str, ...] = ()
-    """Names that are kept, whatever the preset says."""
+    """Names that are kept where the preset says otherwise."""
     offload: tuple[str, ...] = ()
     """Names that go to pinned host memory and come back for the backward pass. XLA's CPU backend leaves them where they are."""
     recompute: tuple[str, ...] = ()
@@ -78,6 +78,7 @@ class MemoryConfig:
         for name in self.recompute:
             why = "nothing is left to compute it from" if name in INPUTS else "ties could fall differently the second time"
             require(name not in LEAN, f"memory.recompute names {name!r}: {why}; keep or offload fits.")
+        refuse_unused("memory", self, "keep", unless=self.preset != "fast", why="memory.preset is 'fast', which keeps every name")
 
     def overrides(self) -> dict[Choice, tuple[str, ...]]:
         """Names by what the config says of them, apart from the preset."""

@@ -1,11 +1,12 @@
-"""A scan over layers whose offloaded results come back one step ahead.
+"""Layers whose offloaded results come back one step ahead.
 
-`jax.lax.scan` takes a step's results from the host when the step's backward pass begins, and the step waits. Here the backward pass of each
-step begins the copies of the step before it, the next one to come, and hands them on: a copy has a whole step to arrive.
+A plain backward pass takes a step's results from the host when it comes to the step, and waits. Here the backward pass of each step, a layer or
+a turn of the scan over layers, begins the copies of the step that it comes to next, and hands them on: a copy has a whole step to arrive.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,55 +14,145 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def scan(body: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs: Any, constants: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan` of `carry, out = body(carry, x, constants)`, with the same results and gradients.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One step, or several that are scanned."""
+
+    body: Callable[[Any, Any, Any], tuple[Any, Any]]
+    """`carry, out = body(carry, x, constants)`. What it keeps for its backward pass and where is up to `jax.checkpoint` inside it; it closes
+    over no array."""
+    x: Any
+    """Tree of arrays; with `num_steps` they are stacked, [num_steps, ...]."""
+    num_steps: int | None = None
+    """None: one step, not scanned."""
+
+    def run(self, carry: Any, constants: Any) -> tuple[Any, Any]:
+        """Carry and out; those of scanned steps are stacked."""
+        if self.num_steps is None:
+            return self.body(carry, self.x, constants)
+        return jax.lax.scan(lambda carry, x: self.body(carry, x, constants), carry, self.x)
+
+
+def plain(stages: Sequence[Stage], carry: Any, constants: Any) -> tuple[Any, list]:
+    """The stages one after the other: the last carry, and the out of each."""
+    outs = []
+    for stage in stages:
+        carry, out = stage.run(carry, constants)
+        outs.append(out)
+    return carry, outs
+
+
+def ahead(stages: Sequence[Stage], carry: Any, constants: Any) -> tuple[Any, list]:
+    """`plain`, with the same results and gradients; in the backward pass results come from the host one step ahead.
 
     Args:
-      body: what it keeps for its backward pass and where is up to `jax.checkpoint` inside it. It closes over no array.
+      stages: at least one.
       carry: tree of arrays; no gradient flows through those of integers.
-      xs: tree of arrays [n, ...].
       constants: tree of arrays that all steps see; no gradient flows to them.
     """
 
     @jax.custom_vjp
     def run(carry, xs, constants):
-        return jax.lax.scan(lambda carry, x: body(carry, x, constants), carry, xs)
+        return plain([dataclasses.replace(stage, x=x) for stage, x in zip(stages, xs, strict=True)], carry, constants)
 
     found: list[_Residuals] = []
 
     def save(carry, xs, constants):
-        def step(carry, x):
-            (carry, out), pull = jax.vjp(body, carry, x, constants)
-            residuals, own = _Residuals.of(pull, x, constants, (carry, out))
-            found[:] = [residuals]
-            return carry, (out, own)
-
-        carry, (outs, own) = jax.lax.scan(step, carry, xs)
-        return (carry, outs), (own, xs, constants)
+        found.clear()
+        outs, owns = [], []
+        for stage, x in zip(stages, xs, strict=True):
+            described: list[_Residuals] = []
+            body = functools.partial(_with_residuals, stage.body, described)
+            carry, (out, own) = dataclasses.replace(stage, body=body, x=x).run(carry, constants)
+            found.append(described[-1])
+            if stage.num_steps is None:  # a scan's step ends with its copies too
+                on_host, on_device = _part(own, found[-1].on_host)
+                carry, on_host = jax.lax.optimization_barrier((carry, on_host))
+                own = _join(on_host, on_device, found[-1].on_host)
+            outs.append(out)
+            owns.append(own)
+        return (carry, outs), (owns, xs, constants)
 
     def grads(saved, cotangents):
-        (own, xs, constants), (residuals,) = saved, found
-        dcarry, douts = (_floats(tree) for tree in cotangents)
-        on_host, on_device = _part(own, residuals.on_host)
-        num_steps = jax.tree.leaves(xs)[0].shape[0]
-
-        def fetch(number):
-            take = lambda array: jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-            return [jax.device_put(take(array), jax.memory.Space.Device) for array in on_host]
-
-        def step(state, inputs):
-            (dcarry, fetched), (number, x, on_device, dout) = state, inputs
-            following = fetch(jnp.maximum(number - 1, 0))
-            own = _join(fetched, on_device, residuals.on_host)
-            dcarry, dx = residuals.pull(own, x, constants, dcarry, dout)
-            return (dcarry, following), dx
-
-        inputs = jnp.arange(num_steps), xs, on_device, douts
-        (dcarry, _), dxs = jax.lax.scan(step, (dcarry, fetch(num_steps - 1)), inputs, reverse=True)
-        return _with_zeros(dcarry, residuals.outputs[0]), _with_zeros(dxs, xs), None
+        (owns, xs, constants), (dcarry, douts) = saved, cotangents
+        backs = [
+            _Back(stage, residuals, *_part(own, residuals.on_host), x, _floats(dout), constants)
+            for stage, residuals, own, x, dout in zip(stages, found, owns, xs, douts, strict=True)
+        ]
+        dcarry, dxs = _floats(dcarry), []
+        fetched = backs[-1].fetch(backs[-1].on_host, backs[-1].last)
+        for back, below in zip(reversed(backs), [*reversed(backs[:-1]), None], strict=True):
+            dcarry, fetched, dx = back.run(dcarry, fetched, below)
+            dxs.insert(0, _with_zeros(dx, back.x))
+        return _with_zeros(dcarry, found[0].outputs[0]), dxs, None
 
     run.defvjp(save, grads)
-    return run(carry, xs, constants)
+    return run(carry, [stage.x for stage in stages], constants)
+
+
+def _with_residuals(body, described: list, carry, x, constants):
+    """A step that hands out what its backward pass reads beside what it hands on; tracing it appends the description."""
+    (carry, out), pull = jax.vjp(body, carry, x, constants)
+    residuals, own = _Residuals.of(pull, x, constants, (carry, out))
+    described.append(residuals)
+    return carry, (out, own)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Back:
+    """The backward pass of a stage."""
+
+    stage: Stage
+    residuals: "_Residuals"
+    on_host: list
+    on_device: list
+    x: Any
+    dout: list
+    constants: Any
+
+    def fetch(self, on_host: list, number) -> list:
+        """Begins the copies of a step's results."""
+        return [jax.device_put(array, jax.memory.Space.Device) for array in _take(on_host, number)]
+
+    @property
+    def last(self) -> int | None:
+        """Number of the last step."""
+        return None if self.stage.num_steps is None else self.stage.num_steps - 1
+
+    def run(self, dcarry, fetched, below: "_Back | None"):
+        """Cotangents of the carry and of x, and the results that the stage below begins with.
+
+        Args:
+          fetched: what the host held of the last step.
+        """
+        if self.stage.num_steps is None:
+            return self._first(None, dcarry, fetched, below)
+
+        def step(state, number):
+            dcarry, fetched, dxs = state
+            following = self.fetch(self.on_host, number - 1)
+            dcarry, dx = self._pull(number, dcarry, fetched)
+            # XLA takes the writes into the stacks for slow. Behind them it would put off the copies until the matmuls are done.
+            dx, following = jax.lax.optimization_barrier((dx, following))
+            return (dcarry, following, _put(dxs, dx, number)), None
+
+        dxs = [jnp.zeros_like(leaf) for leaf in _floats(self.x)]
+        (dcarry, fetched, dxs), _ = jax.lax.scan(step, (dcarry, fetched, dxs), jnp.arange(1, self.stage.num_steps), reverse=True)
+        dcarry, fetched, dx = self._first(0, dcarry, fetched, below)
+        return dcarry, fetched, _put(dxs, dx, 0)
+
+    def _first(self, number, dcarry, fetched, below: "_Back | None"):
+        """Of the first step, the one that comes last; beside it run the copies of the stage below, and not before."""
+        following = []
+        if below is not None and below.on_host:
+            dcarry, on_host = jax.lax.optimization_barrier((dcarry, below.on_host))
+            following = below.fetch(on_host, below.last)
+        dcarry, dx = self._pull(number, dcarry, fetched)
+        return dcarry, following, dx
+
+    def _pull(self, number, dcarry, fetched):
+        x, on_device, dout = (_take(tree, number) for tree in (self.x, self.on_device, self.dout))
+        return self.residuals.pull(_join(fetched, on_device, self.residuals.on_host), x, self.constants, dcarry, dout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +188,18 @@ class _Residuals:
         vjp = jax.tree.unflatten(self.tree, [next(rest) if place is None else given[place] for place in self.places])
         dcarry, dx, _ = vjp(_with_zeros((dcarry, dout), self.outputs))
         return _floats(dcarry), _floats(dx)
+
+
+def _take(tree, number):
+    """One step's part of stacked arrays; all where there is one step alone."""
+    if number is None:
+        return tree
+    return jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False), tree)
+
+
+def _put(stacks, parts, number):
+    """The stacks with one step's part set."""
+    return [jax.lax.dynamic_update_index_in_dim(stack, part, number, 0) for stack, part in zip(stacks, parts, strict=True)]
 
 
 def _is_float(array) -> bool:

@@ -116,6 +116,8 @@ def _way(total: Total, *, hides: bool) -> Choice | None:
 
 
 def _freed_per_s(total: Total, rates: MemoryConfig) -> float:
-    """Bytes, in the quicker way."""
+    """Bytes, in the quicker way; 0 for what has none."""
     copy = rates.copy_gb_per_s * 1e9
+    if not total.kept_bytes:
+        return 0.0
     return copy if total.name in LEAN else max(copy, total.kept_bytes / total.recompute_s)

@@ -128,39 +128,48 @@ class Transformer(nnx.Module):
     def advance(self, carry: dict, context: Context, through: list[tuple[str, str]]) -> tuple[dict, dict]:
         """What flows out of the last of these stages, and what their layers report."""
         aux: dict = {"head": {}, "unit": {}, "tail": {}}
-        for section, place in through:
-            if section == "unit":
-                carry, aux["unit"] = self._scan(carry, context)
-                continue
-            layer, number = (self.head, 0) if section == "head" else (self.tail, self.config.num_layers - len(self.plan.tail))
-            number += int(place)
-            carry, aux[section][place] = self._run(layer[place], carry, _of(context, section, place), number, self.num_blocks(number))
+        steps = [self._unit(context) if section == "unit" else self._layer(section, place, context) for section, place in through]
+        batch, saved = (context.segments, context.positions_BL, context.before), context.switches.saved
+        run = prefetch.ahead if steps and saved is not None and saved.offloaded else prefetch.plain
+        carry, outs = run(steps, carry, batch)
+        for (section, place), out in zip(through, outs, strict=True):
+            aux[section] = out if section == "unit" else aux[section] | {place: out}
         return carry, aux
 
     def num_blocks(self, layer):
         """Residual blocks put away before a layer."""
         return -(-layer // self.config.residual.block_size)
 
-    def _scan(self, carry, context):
+    def _layer(self, section: str, place: str, context: Context) -> prefetch.Stage:
+        """One layer that is not stacked."""
+        layers, offset = (self.head, 0) if section == "head" else (self.tail, self.config.num_layers - len(self.plan.tail))
+        graph, weights = nnx.split(layers[place])
+        number = offset + int(place)
+
+        def step(carry, x, batch):
+            weights, control, past = x
+            of_layer = dataclasses.replace(_of_batch(context, batch), control=control, past=past)
+            return self._run(nnx.merge(graph, weights), carry, of_layer, number, self.num_blocks(number))
+
+        told = [(tree or {}).get(section, {}).get(place) for tree in (context.control, context.past)]
+        return prefetch.Stage(body=step, x=(weights, *told))
+
+    def _unit(self, context: Context) -> prefetch.Stage:
+        """The stacked layers."""
         graph, stacked = nnx.split(self.unit)
         offset, size = len(self.plan.head), len(self.plan.unit)
 
-        def unit(carry, step, batch):
-            (index, weights, control, past), (segments, positions_BL, before) = step, batch
-            layers, aux = nnx.merge(graph, weights), {}
-            of_batch = dataclasses.replace(context, segments=segments, positions_BL=positions_BL, before=before)
-            for place, layer in layers.items():
+        def step(carry, x, batch):
+            (index, weights, control, past), aux = x, {}
+            of_batch = _of_batch(context, batch)
+            for place, layer in nnx.merge(graph, weights).items():
                 number = offset + int(place)
                 of_layer = dataclasses.replace(of_batch, control=control.get(place), past=past.get(place))
                 carry, aux[place] = self._run(layer, carry, of_layer, number, self.num_blocks(number + index * size))
             return carry, aux
 
-        of_units = [(tree or {}).get("unit", {}) for tree in (context.control, context.past)]
-        steps = (jnp.arange(self.plan.num_units), stacked, *of_units)
-        batch, saved = (context.segments, context.positions_BL, context.before), context.switches.saved
-        if saved is not None and saved.offloaded:
-            return prefetch.scan(unit, carry, steps, batch)
-        return jax.lax.scan(lambda carry, step: unit(carry, step, batch), carry, steps)
+        told = [(tree or {}).get("unit", {}) for tree in (context.control, context.past)]
+        return prefetch.Stage(body=step, x=(jnp.arange(self.plan.num_units), stacked, *told), num_steps=self.plan.num_units)
 
     def _run(self, layer, carry, context: Context, place: int, num_blocks):
         if context.switches.saved is None:
@@ -184,7 +193,7 @@ class Transformer(nnx.Module):
         return carry["x"]
 
 
-def _of(context: Context, section: str, place: str) -> Context:
-    """The context of one unrolled layer."""
-    control, past = ((tree or {}).get(section, {}).get(place) for tree in (context.control, context.past))
-    return dataclasses.replace(context, control=control, past=past)
+def _of_batch(context: Context, batch) -> Context:
+    """The context with the arrays that all layers see."""
+    segments, positions_BL, before = batch
+    return dataclasses.replace(context, segments=segments, positions_BL=positions_BL, before=before)

@@ -118,8 +118,9 @@ def test_show_memory_lists_what_each_layer_keeps_and_what_it_costs(tmp_path, cap
     ],
     ids=str,
 )
-def test_a_wrong_flag_is_named_before_anything_runs(args, text, tmp_path, capsys):
-    assert cli.main(["train", str(commands.write_config(tmp_path)), *args]) == 2
+@pytest.mark.parametrize("command", ["show", "train"])
+def test_a_wrong_flag_is_named_before_anything_runs(command, args, text, tmp_path, capsys):
+    assert cli.main([command, str(commands.write_config(tmp_path)), *args]) == 2
     assert text in capsys.readouterr().err
 
 

@@ -84,6 +84,7 @@ WRONG = [
     (lambda: MemoryConfig(preset="auto"), ["memory.budget_gb=0.0", "above 0", "memory.preset='auto'"]),
     (lambda: MemoryConfig(offload=("quary",)), ["memory.offload names 'quary'", "legal are layer_input, "]),
     (lambda: MemoryConfig(keep=("query",), offload=("query",)), ["memory.offload and memory.keep both name 'query'"]),
+    (lambda: MemoryConfig(keep=("query",)), ["memory.keep=('query',) would be ignored", "memory.preset is 'fast', which keeps every name"]),
     (lambda: MemoryConfig(recompute=("layer_input",)), ["memory.recompute names 'layer_input'", "nothing is left", "offload fits"]),
     (lambda: MemoryConfig(recompute=("dispatch_plan",)), ["memory.recompute names 'dispatch_plan'", "ties", "keep or offload fits"]),
     (lambda: CheckpointConfig(every=-1), ["checkpoint.every=-1", "at least 0"]),

@@ -56,6 +56,12 @@ def test_what_left_and_would_still_fit_comes_back():
     assert names(choices(11.0), "recompute") == {"query", "expert_rows"}
 
 
+def test_a_result_without_bytes_stays():
+    totals = Total.of([*FOUND, total("norm", gb=0)], MemoryConfig(**RATES))
+    for budget_gb in (100.0, 15.0, 1.0):
+        assert fit(MemoryConfig(preset="auto", budget_gb=budget_gb, **RATES), totals, beside_s=1.0)["norm"] == "keep"
+
+
 def test_copies_that_do_not_fit_beside_the_forward_pass_are_not_made():
     found = choices(1.0, beside_s=0.25)  # 0.2 s of layer_input do, 0.3 s more of attention do not
     assert (names(found, "offload"), names(found, "keep")) == ({"layer_input"}, {"dispatch_plan"})
