@@ -59,10 +59,9 @@ def cross_entropy(
     Args:
       hidden_BLD: final hidden states; matmuls run in their dtype and accumulate in float32.
       unembed_DV: output projection in any float dtype, cast piece by piece; its gradient is summed in float32, or wider if it is.
-      targets_BL: integers; IGNORED (-100) leaves a token out whatever its weight, and where the weight is 0 any value does. Another one that
-        is no column of the whole head makes the sums NaN.
-      weights_BL: float weight of each token; 0 leaves it out exactly: of the sums whatever its hidden state, of the gradients if that is finite
-        (in the head's gradient it would meet a 0, and the product is NaN).
+      targets_BL: integers; IGNORED (-100) leaves a token out whatever its weight. Another that is no token makes the sums NaN.
+      weights_BL: float weight of each token; 0 leaves it out exactly, whatever its target: of the sums also if its hidden state is not
+        finite, of the gradients if it is (0 times NaN would enter the head's).
       z_coef: coefficient of the z-loss, a number or a scalar array.
       logit_cap: logits become cap * tanh(logits / cap), for all that is made of them; 0: they stay.
       chunk_tokens, chunk_vocab: positions of each row per chunk, and columns per piece, dividing or not. 0: see `chunks`.

@@ -61,8 +61,11 @@ def prefix_gradients(
     _require_keys(config, prefix.tokens_BL.shape[1], switches.past_keys)
     if all(isinstance(array, np.ndarray) for array in jax.tree.leaves((prefix, batches))):
         require_to_go_on(prefix, batches)
-    whole = totals(batches)
+    return _gradients(config, losses, params, prefix, batches, switches, way, shared, control, unroll)
 
+
+def _gradients(config, losses, params, prefix, batches, switches, way: Way, shared, control, unroll):
+    whole = totals(batches)
     run_prefix = functools.partial(_run_prefix, config, prefix, switches, control)
     leave = lambda params: _select(run_prefix(params).layers, shared)
     ends = jax.tree.map(jax.lax.stop_gradient, dataclasses.replace(run_prefix(params), layers={}))
