@@ -80,9 +80,14 @@ def ahead(stages: Sequence[Stage], carry: Any, constants: Any) -> tuple[Any, lis
             for stage, residuals, own, x, dout in zip(stages, found, owns, xs, douts, strict=True)
         ]
         dcarry, dxs = _floats(dcarry), []
-        fetched = backs[-1].fetch(backs[-1].on_host, backs[-1].last)
-        for back, below in zip(reversed(backs), [*reversed(backs[:-1]), None], strict=True):
-            dcarry, fetched, dx = back.run(dcarry, fetched, below)
+        coming = _next(backs)
+        fetched = [back.fetch(back.on_host) for back in coming]
+        while backs:
+            back, own = backs.pop(), fetched.pop()
+            if not fetched and (coming := _next(backs)):  # beside this step, and not before
+                dcarry, on_host = jax.lax.optimization_barrier((dcarry, [other.on_host for other in coming]))
+                fetched = [other.fetch(arrays) for other, arrays in zip(coming, on_host, strict=True)]
+            dcarry, dx = back.run(dcarry, own)
             dxs.insert(0, _with_zeros(dx, back.x))
         return _with_zeros(dcarry, found[0].outputs[0]), dxs, None
 
@@ -110,45 +115,32 @@ class _Back:
     dout: list
     constants: Any
 
-    def fetch(self, on_host: list, number) -> list:
-        """Begins the copies of a step's results."""
-        return [jax.device_put(array, jax.memory.Space.Device) for array in _take(on_host, number)]
+    def fetch(self, on_host: list) -> list:
+        """Begins the copies of the last step's results."""
+        return _to_device(_take(on_host, None if self.stage.num_steps is None else self.stage.num_steps - 1))
 
-    @property
-    def last(self) -> int | None:
-        """Number of the last step."""
-        return None if self.stage.num_steps is None else self.stage.num_steps - 1
-
-    def run(self, dcarry, fetched, below: "_Back | None"):
-        """Cotangents of the carry and of x, and the results that the stage below begins with.
+    def run(self, dcarry, fetched: list):
+        """Cotangents of the carry and of x.
 
         Args:
           fetched: what the host held of the last step.
         """
         if self.stage.num_steps is None:
-            return self._first(None, dcarry, fetched, below)
+            return self._pull(None, dcarry, fetched)
 
         def step(state, number):
             dcarry, fetched, dxs = state
-            following = self.fetch(self.on_host, number - 1)
+            following = _to_device(_take(self.on_host, jnp.maximum(number - 1, 0)))
             dcarry, dx = self._pull(number, dcarry, fetched)
-            # XLA takes the writes into the stacks for slow. Behind them it would put off the copies until the matmuls are done.
-            dx, following = jax.lax.optimization_barrier((dx, following))
+            # XLA takes the writes into the stacks for slow: behind the last of them it would put off the copies until the matmuls are done.
+            # One gradient tied to the copies keeps them before it; all of them would have to lie beside the stacks at once.
+            small = min(range(len(dx)), key=lambda at: dx[at].size)
+            dx[small], following = jax.lax.optimization_barrier((dx[small], following))
             return (dcarry, following, _put(dxs, dx, number)), None
 
         dxs = [jnp.zeros_like(leaf) for leaf in _floats(self.x)]
-        (dcarry, fetched, dxs), _ = jax.lax.scan(step, (dcarry, fetched, dxs), jnp.arange(1, self.stage.num_steps), reverse=True)
-        dcarry, fetched, dx = self._first(0, dcarry, fetched, below)
-        return dcarry, fetched, _put(dxs, dx, 0)
-
-    def _first(self, number, dcarry, fetched, below: "_Back | None"):
-        """Of the first step, the one that comes last; beside it run the copies of the stage below, and not before."""
-        following = []
-        if below is not None and below.on_host:
-            dcarry, on_host = jax.lax.optimization_barrier((dcarry, below.on_host))
-            following = below.fetch(on_host, below.last)
-        dcarry, dx = self._pull(number, dcarry, fetched)
-        return dcarry, following, dx
+        (dcarry, _, dxs), _ = jax.lax.scan(step, (dcarry, fetched, dxs), jnp.arange(self.stage.num_steps), reverse=True)
+        return dcarry, dxs
 
     def _pull(self, number, dcarry, fetched):
         x, on_device, dout = (_take(tree, number) for tree in (self.x, self.on_device, self.dout))
@@ -188,6 +180,18 @@ class _Residuals:
         vjp = jax.tree.unflatten(self.tree, [next(rest) if place is None else given[place] for place in self.places])
         dcarry, dx, _ = vjp(_with_zeros((dcarry, dout), self.outputs))
         return _floats(dcarry), _floats(dx)
+
+
+def _next(backs: list[_Back]) -> list[_Back]:
+    """The stages whose copies begin together, in their order: the last one, and with a scan, which fetches for itself alone, the one before."""
+    first = len(backs) - 1
+    while first > 0 and backs[first].stage.num_steps is not None:
+        first -= 1
+    return backs[max(first, 0) :]
+
+
+def _to_device(arrays: list) -> list:
+    return [jax.device_put(array, jax.memory.Space.Device) for array in arrays]
 
 
 def _take(tree, number):

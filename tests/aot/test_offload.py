@@ -105,7 +105,8 @@ def test_the_host_holds_the_bytes_that_were_asked_for_and_each_copy_has_matmuls_
     copies = host_copies(step.compiled)
     there, back = (sum(copy.moved_bytes for copy in copies if copy.to_host == to_host) for to_host in (True, False))
     each = wanted // (MODEL.num_layers // 2)  # a step of the scan holds two layers
-    assert there == each and back == 2 * each, (there, back, each)  # back: no loop, of two steps, the one that comes last stands behind it
+    # back: the top step's before the backward loop, the others' inside, and XLA may take the loop's first turn out of it
+    assert there == each and back in (2 * each, 3 * each), (there, back, each)
     assert not [copy for copy in copies if not copy.meanwhile]
 
 
