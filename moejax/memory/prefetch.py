@@ -1,7 +1,8 @@
 """Layers whose offloaded results come back one step ahead.
 
 A plain backward pass takes a step's results from the host when it comes to the step, and waits. Here the backward pass of each step, a layer or
-a turn of the scan over layers, begins the copies of the step that it comes to next, and hands them on: a copy has a whole step to arrive.
+a turn of the scan over layers, begins the copies of the step that it comes to next, and hands them on: a copy has a whole step to arrive. Those
+of the layer below a scan come with the scan's first.
 """
 
 import dataclasses

@@ -246,8 +246,8 @@ class Run:
         self.tiers.close()
         self.loader.close()
         self.stop.close()
-        if self.frozen is not None:
-            self.frozen.close()
+        if self.store is not None:
+            self.store.close()
 
 
 def fingerprint(lowered: jax.stages.Lowered) -> str:

@@ -61,7 +61,7 @@ class FrozenLayers:
           losses: of the run; what its forward pass is asked for decides what frozen layers do (`index="dense"` makes sparse attention dense).
           params: all weights.
           num_stages: stages that are frozen (`program.frozen_stages`), at least one.
-          store: where rows lie; it is closed with this.
+          store: where rows lie.
 
         Raises:
           ConfigError: something else than training moves the frozen layers or what they do, or rows depend on each other.
@@ -105,10 +105,6 @@ class FrozenLayers:
             "frozen_misses": float(self.recall.misses),
             "frozen_refused": float(self.recall.refused),
         } | {f"frozen_{name}": value for name, value in self._store.metrics().items()}
-
-    def close(self) -> None:
-        """Moves what lies in memory to the store's files, if it has any."""
-        self._store.close()
 
 
 def _take(tree, rows):
