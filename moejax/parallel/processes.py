@@ -56,14 +56,15 @@ def _keep_freed_memory() -> None:
     """Tells glibc (other C libraries have no such call) to reuse freed memory instead of handing it back.
 
     XLA's CPU backend frees its buffers after every step, and pages that come anew must first be cleared: 11 % of the processor time of
-    `moejax train configs/qwen3_moe_small_cpu.py` was that (perf, two cores of an AMD EPYC, 2026-11-30). Large buffers of threads other
-    than the first are still mapped anew.
+    `moejax train configs/qwen3_moe_small_cpu.py` was that (perf, two cores of an AMD EPYC, 2026-11-30). Threads other than the first have
+    small heaps and map large buffers anew, so the first one shall run the programs of one device, and with them allocate.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     trim_threshold, top_pad, mmap_max = -1, -2, -4  # numbers of malloc.h
     for option, value in ((trim_threshold, -1), (top_pad, 2**27), (mmap_max, 0)):
         if mallopt is not None and not mallopt(option, value):
             raise OSError(f"mallopt({option}, {value}) was refused by the C library.")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def find_place(config: ProcessConfig) -> Place | None:
