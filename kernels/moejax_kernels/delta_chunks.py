@@ -21,7 +21,7 @@ AT = np.arange(CHUNK)
 STRICT = AT[:, None] > AT[None]
 CAUSAL = AT[:, None] >= AT[None]
 IS_LAST = AT[:, None] == CHUNK - 1
-UNROLL = 2
+UNROLL = 8
 """Chunks in one turn of the loop over them: XLA copies the state once a turn."""
 LEVELS = tuple(2**level for level in range(4))
 """Halves of 1, 2, 4 and 8 tokens: exactly one level splits a pair i > j of a chunk, j in a lower half, i in the upper half beside it."""
@@ -143,18 +143,18 @@ def backward(decays: Decays, inputs, saved, do_tM, dstates, route, borders: Bord
     dw_tC, dv_tM = -dw_tC, _turned(solve_tt) @ du_tM
 
     dsolve_tt = dw_tC @ _turned(from_start_k_tC) + du_tM @ _turned(v_tM)
-    dbeta_t1 = _turned((dsolve_tt * inverse_tt).sum(-2, keepdims=True))
+    dbeta_t1 = _row_sums(_turned(dsolve_tt * inverse_tt))
     dlower_tt = -(_turned(inverse_tt) @ (dsolve_tt * _turned(beta_t1)) @ _turned(inverse_tt))
     dlower_tt = jnp.where(borders.same_NB1tt & STRICT, dlower_tt, 0)
-    dbeta_t1 += (dlower_tt * kk_tt).sum(-1, keepdims=True)
+    dbeta_t1 += _row_sums(dlower_tt * kk_tt)
     dqk_tt = jnp.where(borders.same_NB1tt & STRICT, do_tM @ _turned(written_tM), 0)
-    down_t1 = (do_tM * written_tM).sum(-1, keepdims=True)  # a token's pair with itself: no decay stands in it
+    down_t1 = _row_sums(do_tM * written_tM)  # a token's pair with itself: no decay stands in it
 
     dq_tC, dk_tC, dk_signed_tC = decays.pair_grads(factors, q_tC, k_tC, dlower_tt * beta_t1, dqk_tt)
     dq_tC += from_start_tc * dq_entering_tC
     dk_entering_tC = from_start_tc * (_turned(solve_tt) @ dw_tC)
     dk_leaving_tC = to_end_tc * (written_tM @ _turned(dleaving_CM))
-    dpassing_C1 = passing_C1 * (entering_CM * dleaving_CM).sum(-1, keepdims=True)
+    dpassing_C1 = passing_C1 * _row_sums(entering_CM * dleaving_CM)
     dsum_tC = q_tC * dq_tC + k_tC * (dk_signed_tC + dk_entering_tC) + jnp.where(IS_LAST, _turned(dpassing_C1), 0)
     dleft_tC = k_tC * dk_leaving_tC  # falls to the tokens after, up to the chunk's end: each has decayed it
     if g_tc.shape[-1] == 1:
@@ -187,3 +187,8 @@ def inverse(a_tt):
 
 def _turned(x):
     return x.swapaxes(-1, -2)
+
+
+def _row_sums(x):
+    """[..., n] -> [..., 1] as a product with ones: XLA's sums of short rows take several times as long on a CPU."""
+    return x @ jnp.ones((x.shape[-1], 1), x.dtype)

@@ -71,7 +71,7 @@ def factors(g_tC, borders) -> Factors:
 
 
 def pairs(factors: Factors, q_tC, k_tC):
-    itself_tt = jnp.where(np.eye(CHUNK, dtype=bool), (q_tC * k_tC).sum(-1, keepdims=True), 0)
+    itself_tt = jnp.where(np.eye(CHUNK, dtype=bool), q_tC @ _turned(k_tC), 0)
     both_2tt = jnp.stack([jnp.zeros_like(itself_tt), itself_tt], axis=-3)
     for half, decays in zip(LEVELS, factors.of_pairs, strict=True):
         upper_tC, lower_tC = _sides(q_tC, k_tC, decays, half)
