@@ -204,10 +204,6 @@ def test_a_process_that_refuses_its_config_is_named_with_what_it_says():
     assert "failed: ConfigError: data.sources.0.path is not there" in outputs[0][1]
 
 
-if __name__ == "__main__":
-    take_part(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-
-
 def test_a_pretended_device_keeps_its_memory():
     """What is mapped anew must be cleared anew: 256 MB of temporaries are 65,536 faults of 4 KB, or 128 of 2 MB, in each call."""
     script = """
@@ -227,3 +223,7 @@ print(faults[3] - faults[2])
     temporaries, faults = map(int, done.stdout.split())
     assert temporaries >= 2**28
     assert faults < 64  # a few of Python's own
+
+
+if __name__ == "__main__":
+    take_part(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
