@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from moejax_kernels import delta_scan
 from moejax_kernels.delta_chunks import CAUSAL, CHUNK, LEVELS, SPLIT, UPPER, Decays, Factors
@@ -71,7 +72,8 @@ def factors(g_tC, borders) -> Factors:
 
 
 def pairs(factors: Factors, q_tC, k_tC):
-    itself_tt = jnp.where(np.eye(CHUNK, dtype=bool), q_tC @ _turned(k_tC), 0)
+    every_tt = jnp.matmul(q_tC, _turned(k_tC), precision=lax.Precision.HIGHEST)  # for its diagonal: costs less than a sum over short rows
+    itself_tt = jnp.where(np.eye(CHUNK, dtype=bool), every_tt, 0)
     both_2tt = jnp.stack([jnp.zeros_like(itself_tt), itself_tt], axis=-3)
     for half, decays in zip(LEVELS, factors.of_pairs, strict=True):
         upper_tC, lower_tC = _sides(q_tC, k_tC, decays, half)
