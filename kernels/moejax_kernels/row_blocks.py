@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 BLOCKS = (512, 256, 128, 64, 16)
 """Rows of a block. A block pays for one read of its weight and one hand-out to the threads, so a group is cut into large ones first."""
+LANES = 2
+"""Blocks of one turn, as one batched product: two CPU threads share two products better than one of this size."""
 
 
 class Blocks(NamedTuple):
@@ -22,13 +24,18 @@ class Blocks(NamedTuple):
     """First row of the group's first block of this size."""
     row_end_E: jax.Array
 
-    def at(self, number) -> "Block":
-        """One of them."""
+    def turn(self, number) -> "Turn":
+        """The blocks number * LANES and on. Beyond the last one, a lane stays with that one's group and owns no rows."""
+        return Turn(tuple(self._at(number * LANES + lane) for lane in range(LANES)))
+
+    def _at(self, number) -> "Block":
+        total = self.block_end_E[-1]
+        exists, number = number < total, jnp.minimum(number, total - 1)
         group = jnp.searchsorted(self.block_end_E, number, side="right", method="scan_unrolled").astype(jnp.int32)
         first = self.first_E[group] + (number - self.block_end_E[group] + self.num_E[group]) * self.size
         start = jnp.minimum(first, self.num_rows - self.size)  # near the buffer's end a slice starts earlier
         row_b = start + jnp.arange(self.size, dtype=jnp.int32)
-        return Block(self.size, group, start, ((row_b >= first) & (row_b < self.row_end_E[group]))[:, None])
+        return Block(self.size, group, start, (exists & (row_b >= first) & (row_b < self.row_end_E[group]))[:, None])
 
 
 class Block(NamedTuple):
@@ -44,44 +51,63 @@ class Block(NamedTuple):
         """The slice as it lies, with rows of others."""
         return jax.lax.dynamic_slice_in_dim(x_RD, self.start, self.size)
 
+
+class Turn(NamedTuple):
+    """The blocks of one turn; N lanes. They may be of one group, and one that is not full may reach into another's rows."""
+
+    lanes: tuple[Block, ...]
+
+    def rows(self, x_RD):
+        """The slices as they lie, with rows of others, [N, b, D]."""
+        return jnp.stack([block.rows(x_RD) for block in self.lanes])
+
     def own_rows(self, x_RD):
-        """The slice, 0 where a row is not the group's, whatever lies there."""
-        return jnp.where(self.own_b1, self.rows(x_RD), 0)
+        """The slices, 0 where a row is not the group's, whatever lies there."""
+        return jnp.stack([jnp.where(block.own_b1, block.rows(x_RD), 0) for block in self.lanes])
 
-    def put(self, y_RF, y_bF):
-        """`y_RF` with the group's rows of the slice replaced."""
-        return jax.lax.dynamic_update_slice_in_dim(y_RF, jnp.where(self.own_b1, y_bF, self.rows(y_RF)), self.start, 0)
+    def put(self, y_RF, y_NbF):
+        """`y_RF` with the groups' rows of the slices replaced."""
+        for block, y_bF in zip(self.lanes, y_NbF, strict=True):
+            y_RF = jax.lax.dynamic_update_slice_in_dim(y_RF, jnp.where(block.own_b1, y_bF, block.rows(y_RF)), block.start, 0)
+        return y_RF
 
-    def weight(self, w_EDF, dtype):
-        """The group's matrix, rounded for the product."""
-        return jax.lax.dynamic_index_in_dim(w_EDF, self.group, keepdims=False).astype(dtype)
+    def weights(self, w_EDF, dtype):
+        """The groups' matrices, rounded for the product, [N, D, F]."""
+        return jnp.stack([jax.lax.dynamic_index_in_dim(w_EDF, block.group, keepdims=False) for block in self.lanes]).astype(dtype)
 
-    def add(self, dw_EDF, dw_DF):
-        """`dw_EDF` with the group's matrix increased."""
-        old_DF = jax.lax.dynamic_index_in_dim(dw_EDF, self.group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(dw_EDF, old_DF + dw_DF, self.group, 0)
+    def add(self, dw_EDF, dw_NDF):
+        """`dw_EDF` with the groups' matrices increased."""
+        for block, dw_DF in zip(self.lanes, dw_NDF, strict=True):
+            old_DF = jax.lax.dynamic_index_in_dim(dw_EDF, block.group, keepdims=False)
+            dw_EDF = jax.lax.dynamic_update_index_in_dim(dw_EDF, old_DF + dw_DF, block.group, 0)
+        return dw_EDF
 
 
 def over_blocks(body, sums, group_sizes_E, num_rows: int):
-    """`sums = body(block, sums)` for every block, those of one size after the other."""
+    """`sums = body(turn, sums)` until every block had its turn, those of one size after the other."""
     for blocks in _cut(group_sizes_E, num_rows):
-        step = lambda number, sums, blocks: body(blocks.at(number), sums)
-        sums = jax.lax.fori_loop(0, blocks.block_end_E[-1], functools.partial(step, blocks=blocks), sums)
+        step = lambda number, sums, blocks: body(blocks.turn(number), sums)
+        turns = (blocks.block_end_E[-1] + LANES - 1) // LANES
+        sums = jax.lax.fori_loop(0, turns, functools.partial(step, blocks=blocks), sums)
     return sums
 
 
 def _cut(group_sizes_E, num_rows: int):
     """Groups cut into blocks, the largest first. A block is filled up with rows that are not the group's only where they are few."""
-    full = min(BLOCKS[0], num_rows)
+    full = min(BLOCKS[0], -(-num_rows // LANES))  # a turn holds no more rows than there are
     sizes = [full, *(size for size in BLOCKS if size < full)]
     row_end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     first_E = row_end_E - group_sizes_E
     for size, smaller in zip(sizes, [*sizes[1:], 2 * (sizes[-1] - 1)], strict=True):  # the last size takes all that is left
         num_E = (jnp.maximum(row_end_E - first_E, 0) + smaller // 2) // size
-        yield Blocks(size, num_rows, jnp.cumsum(num_E, dtype=jnp.int32), num_E, first_E, row_end_E)
+        block_end_E = jnp.cumsum(num_E, dtype=jnp.int32)
+        if size != sizes[-1]:  # what would not fill a turn is cut smaller
+            block_end_E = jnp.minimum(block_end_E, block_end_E[-1] // LANES * LANES)
+            num_E = jnp.diff(block_end_E, prepend=0)
+        yield Blocks(size, num_rows, block_end_E, num_E, first_E, row_end_E)
         first_E = first_E + num_E * size
 
 
-def transposed(x_bD):
+def transposed(x_NbD):
     """A copy of its own: the CPU's matmul of a turned left operand takes twice as long."""
-    return jax.lax.optimization_barrier(x_bD.T)
+    return jax.lax.optimization_barrier(jnp.swapaxes(x_NbD, -1, -2))

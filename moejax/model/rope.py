@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,7 +44,8 @@ def rotate(x_BLHC, positions_BL, config: RopeConfig, *, dim: int):
     factor = yarn_correction(config.yarn_factor, config.yarn_mscale)
     if config.yarn_mscale_all_dim:
         factor /= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim)
-    cos, sin = jnp.cos(angle_BL1P) * factor, jnp.sin(angle_BL1P) * factor
+    # the barrier keeps them out of the fusions that read them: one pair for the whole program, not one per layer, heads and pass
+    cos, sin = jax.lax.optimization_barrier((jnp.cos(angle_BL1P) * factor, jnp.sin(angle_BL1P) * factor))
     turned, rest = wide[..., :dim], wide[..., dim:]
     if config.kind == "half":
         first, second = jnp.split(turned, 2, -1)

@@ -24,7 +24,7 @@ def group_ranks(ids_R, num_groups: int, *, implementation: Implementation | None
 
     Returns:
       rank_R int32, 0 for a group's first row, -1 for rows of no group; counts_E int32, rows per group. No gradients. "xla" works on
-      R*(128 + E/128) numbers and holds 4*E*R/128 bytes. "triton_gpu" is one launch, holds nothing and moves 4*(2*R + E) bytes. Its
+      R*(64 + E/64) numbers and holds 4*E*R/64 bytes. "triton_gpu" is one launch, holds nothing and moves 4*(2*R + E) bytes. Its
       E/n + 1 programs each read all ids, from the L2 cache after the first; n = 63 // R.bit_length(), 3 for 65536 rows, at most 8.
 
     Raises:

@@ -32,8 +32,8 @@ class RanksCase:
 SMALL = (
     RanksCase("one_row", 1, 1, (0, 0)),
     RanksCase("no_rows", 0, 4),
-    RanksCase("block_of_xla", 128, 3),
-    RanksCase("one_row_more", 129, 3),
+    RanksCase("block_of_xla", 64, 3),
+    RanksCase("one_row_more", 65, 3),
     RanksCase("all_in_the_last_group", 500, 3, (2, 2)),
     RanksCase("nobody_comes", 500, 3, (-1, -1)),
     RanksCase("ids_far_outside", 300, 4, (-(2**31), 2**31 - 1)),

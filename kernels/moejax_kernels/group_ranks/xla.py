@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-BLOCK = 128
+BLOCK = 64
 """Rows that are compared with each other; the histograms take 4*E*R/BLOCK bytes."""
 
 

@@ -35,10 +35,10 @@ def _rows_times_weights(x_RD, w_EDF, group_sizes_E, *, w_dim: int):
     dtype = x_RD.dtype
     inside = jnp.promote_types(dtype, jnp.float32)
 
-    def body(block, y_RF):
-        dims = (((1,), (w_dim - 1,)), ((), ()))
-        y_bF = jax.lax.dot_general(block.rows(x_RD), block.weight(w_EDF, dtype), dims, preferred_element_type=inside)
-        return block.put(y_RF, y_bF.astype(dtype))
+    def body(turn, y_RF):
+        dims = (((2,), (w_dim,)), ((0,), (0,)))
+        y_NbF = jax.lax.dot_general(turn.rows(x_RD), turn.weights(w_EDF, dtype), dims, preferred_element_type=inside)
+        return turn.put(y_RF, y_NbF.astype(dtype))
 
     y_RF = jnp.zeros_like(x_RD, shape=(x_RD.shape[0], w_EDF.shape[3 - w_dim]))
     return over_blocks(body, vary_alike(y_RF, x_RD)[0], group_sizes_E, x_RD.shape[0])
@@ -47,9 +47,9 @@ def _rows_times_weights(x_RD, w_EDF, group_sizes_E, *, w_dim: int):
 def _weight_grads(x_RD, dy_RF, group_sizes_E, w_EDF):
     inside = jnp.promote_types(x_RD.dtype, jnp.float32)
 
-    def body(block, dw_EDF):
-        dw_DF = jnp.matmul(transposed(block.own_rows(x_RD)), block.own_rows(dy_RF), preferred_element_type=inside)
-        return block.add(dw_EDF, dw_DF)
+    def body(turn, dw_EDF):
+        dw_NDF = jnp.matmul(transposed(turn.own_rows(x_RD)), turn.own_rows(dy_RF), preferred_element_type=inside)
+        return turn.add(dw_EDF, dw_NDF)
 
     dw_EDF = vary_alike(jnp.zeros(w_EDF.shape, inside), x_RD)[0]
     return over_blocks(body, dw_EDF, group_sizes_E, x_RD.shape[0]).astype(w_EDF.dtype)

@@ -1,4 +1,4 @@
-"""The grouped MLP in one loop over blocks of rows each way: what lies between its matmuls exists for one block at a time.
+"""The grouped MLP in one loop over blocks of rows each way: what lies between its matmuls exists for a turn's blocks at a time.
 
 Kept for backward: the inputs and the results of the gate and up projections; the activation is redone.
 """
@@ -30,12 +30,12 @@ def _mlp(activation, x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E):
 def _save(activation, x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E):
     num_rows, hidden, dtype = x_RD.shape[0], down_EFD.shape[1], x_RD.dtype
 
-    def body(block, results):
-        x_bD = block.rows(x_RD)
-        gate_bF, up_bF = (_dot(x_bD, block.weight(w_EDF, dtype)).astype(dtype) for w_EDF in (gate_EDF, up_EDF))
-        h_bF = reference.gated_activation(gate_bF, up_bF, **dict(activation))
-        y_bD = _dot(h_bF, block.weight(down_EFD, dtype)).astype(dtype)
-        return tuple(block.put(whole, part) for whole, part in zip(results, (y_bD, gate_bF, up_bF), strict=True))
+    def body(turn, results):
+        x_NbD = turn.rows(x_RD)
+        gate_NbF, up_NbF = (_dot(x_NbD, turn.weights(w_EDF, dtype)).astype(dtype) for w_EDF in (gate_EDF, up_EDF))
+        h_NbF = reference.gated_activation(gate_NbF, up_NbF, **dict(activation))
+        y_NbD = _dot(h_NbF, turn.weights(down_EFD, dtype)).astype(dtype)
+        return tuple(turn.put(whole, part) for whole, part in zip(results, (y_NbD, gate_NbF, up_NbF), strict=True))
 
     nothing = vary_alike(tuple(jnp.zeros_like(x_RD, shape=(num_rows, width)) for width in (x_RD.shape[1], hidden, hidden)), x_RD)[0]
     y_RD, gate_RF, up_RF = over_blocks(body, nothing, group_sizes_E, num_rows)
@@ -47,20 +47,20 @@ def _grads(activation, saved, dy_RD):
     x_RD, gate_EDF, up_EDF, down_EFD, group_sizes_E, gate_RF, up_RF = saved
     dtype = x_RD.dtype
 
-    def body(block, sums):
+    def body(turn, sums):
         dx_RD, dgate_EDF, dup_EDF, ddown_EFD = sums
-        dy_bD = block.own_rows(dy_RD)
+        dy_NbD = turn.own_rows(dy_RD)
         activate = functools.partial(reference.gated_activation, **dict(activation))
-        h_bF, pull = jax.vjp(activate, block.own_rows(gate_RF), block.own_rows(up_RF))
-        ddown_FD = _dot(transposed(h_bF), dy_bD)
-        dgate_bF, dup_bF = pull(_dot_turned(dy_bD, block.weight(down_EFD, dtype)).astype(dtype))
-        x_Db = transposed(block.own_rows(x_RD))
-        dx_bD = _dot_turned(dgate_bF, block.weight(gate_EDF, dtype)) + _dot_turned(dup_bF, block.weight(up_EDF, dtype))
+        h_NbF, pull = jax.vjp(activate, turn.own_rows(gate_RF), turn.own_rows(up_RF))
+        ddown_NFD = _dot(transposed(h_NbF), dy_NbD)
+        dgate_NbF, dup_NbF = pull(_dot_turned(dy_NbD, turn.weights(down_EFD, dtype)).astype(dtype))
+        x_NDb = transposed(turn.own_rows(x_RD))
+        dx_NbD = _dot_turned(dgate_NbF, turn.weights(gate_EDF, dtype)) + _dot_turned(dup_NbF, turn.weights(up_EDF, dtype))
         return (
-            block.put(dx_RD, dx_bD.astype(dtype)),
-            block.add(dgate_EDF, _dot(x_Db, dgate_bF)),
-            block.add(dup_EDF, _dot(x_Db, dup_bF)),
-            block.add(ddown_EFD, ddown_FD),
+            turn.put(dx_RD, dx_NbD.astype(dtype)),
+            turn.add(dgate_EDF, _dot(x_NDb, dgate_NbF)),
+            turn.add(dup_EDF, _dot(x_NDb, dup_NbF)),
+            turn.add(ddown_EFD, ddown_NFD),
         )
 
     weights = (gate_EDF, up_EDF, down_EFD)
@@ -76,9 +76,9 @@ def _wide(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _dot(x_bD, w_DF):
-    return jnp.matmul(x_bD, w_DF, preferred_element_type=_wide(x_bD.dtype))
+def _dot(x_NbD, w_NDF):
+    return jnp.matmul(x_NbD, w_NDF, preferred_element_type=_wide(x_NbD.dtype))
 
 
-def _dot_turned(y_bF, w_DF):
-    return jax.lax.dot_general(y_bF, w_DF, (((1,), (1,)), ((), ())), preferred_element_type=_wide(y_bF.dtype))
+def _dot_turned(y_NbF, w_NDF):
+    return jax.lax.dot_general(y_NbF, w_NDF, (((2,), (2,)), ((0,), (0,))), preferred_element_type=_wide(y_NbF.dtype))
