@@ -18,9 +18,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-5}  # of the peak: a few roundings 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(xla, "FORWARD", xla.TileSize(keys=24, numbers=1))
-    monkeypatch.setattr(xla, "BACKWARD", xla.TileSize(keys=16, numbers=1))
+    monkeypatch.setattr(xla, "TILE_NUMBERS", 1)
     monkeypatch.setattr(xla, "MIN_QUERIES", 16)
+    monkeypatch.setattr(xla, "TILE_KEYS", 24)
 
 
 def loops(q, k, v, sinks, ids, *, scale, window):

@@ -24,9 +24,9 @@ VARIANTS = pytest.mark.parametrize("variant", ["reference", "masked", "gathered"
 def several_blocks(monkeypatch):
     monkeypatch.setattr(query_blocks, "BLOCK_NUMBERS", 1)
     monkeypatch.setattr(query_blocks, "MIN_QUERIES", 50)
-    monkeypatch.setattr(attention_xla, "FORWARD", attention_xla.TileSize(keys=40, numbers=1))
-    monkeypatch.setattr(attention_xla, "BACKWARD", attention_xla.TileSize(keys=24, numbers=1))
+    monkeypatch.setattr(attention_xla, "TILE_NUMBERS", 1)
     monkeypatch.setattr(attention_xla, "MIN_QUERIES", 50)
+    monkeypatch.setattr(attention_xla, "TILE_KEYS", 40)
 
 
 @pytest.fixture

@@ -16,18 +16,9 @@ from moejax_kernels.query_blocks import MIN_QUERIES
 from moejax_kernels.varying import vary_alike
 from moejax_kernels.visibility import chosen, visible
 
-
-class TileSize(NamedTuple):
-    """How much of the scores exists at a time: what stays in a cache."""
-
-    keys: int
-    numbers: int
-    """Scores of one tile, all rows and heads together, about."""
-
-
-FORWARD = TileSize(256, 2**20)
-BACKWARD = TileSize(128, 2**18)
-"""Smaller: it has four arrays of a tile's scores at once, the forward pass two."""
+TILE_KEYS = 128
+TILE_NUMBERS = 2**18
+"""Scores of one tile, all rows and heads together, about: what stays in a cache."""
 
 
 def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sinks_H=None):
@@ -45,7 +36,7 @@ def _attend(q_BLHC, k_BSGC, v_BSGM, ids_BLK, sinks_H, segments, scale, window):
 
 
 def _save(q_BLHC, k_BSGC, v_BSGM, ids_BLK, sinks_H, segments, scale, window):
-    tiles = _Tiles.build(FORWARD, q_BLHC, k_BSGC, ids_BLK, segments, window)
+    tiles = _Tiles.build(q_BLHC, k_BSGC, ids_BLK, segments, window)
     inside = jnp.promote_types(q_BLHC.dtype, jnp.float32)
     dot = functools.partial(jnp.einsum, preferred_element_type=inside)
     q_BGLNC, k_BGKC, v_BGKM = tiles.of_queries(q_BLHC), tiles.of_keys(k_BSGC), tiles.of_keys(v_BSGM)
@@ -84,7 +75,7 @@ def _save(q_BLHC, k_BSGC, v_BSGM, ids_BLK, sinks_H, segments, scale, window):
 
 def _grads(scale, window, kept, do_BLHM):
     q_BLHC, k_BSGC, v_BSGM, ids_BLK, sinks_H, segments, o_BLHM, log_total_BLH = kept
-    tiles = _Tiles.build(BACKWARD, q_BLHC, k_BSGC, ids_BLK, segments, window)
+    tiles = _Tiles.build(q_BLHC, k_BSGC, ids_BLK, segments, window)
     inside = log_total_BLH.dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=inside)
     delta_BLH = jnp.sum(do_BLHM.astype(inside) * o_BLHM.astype(inside), axis=-1)
@@ -152,11 +143,11 @@ class _Tiles(NamedTuple):
     ids_BLK: Any
 
     @classmethod
-    def build(cls, size: TileSize, q_BLHC, k_BSGC, ids_BLK, segments, window):
+    def build(cls, q_BLHC, k_BSGC, ids_BLK, segments, window):
         num_rows, length, num_heads, _ = q_BLHC.shape
         num_keys = k_BSGC.shape[1]
-        tile = min(num_keys, size.keys)
-        block = min(length, max(MIN_QUERIES, size.numbers // (num_rows * num_heads * tile)))
+        tile = min(num_keys, TILE_KEYS)
+        block = min(length, max(MIN_QUERIES, TILE_NUMBERS // (num_rows * num_heads * tile)))
         return cls(block, tile, length, num_keys, k_BSGC.shape[2], window, segments, ids_BLK)
 
     @property
@@ -216,8 +207,8 @@ class _Tiles(NamedTuple):
             inside_T = key_T < self.num_keys
             key_T, at_Q = jnp.minimum(key_T, self.num_keys - 1), jnp.minimum(query_Q, self.num_keys - 1)
             allowed_BQT = visible(self.segments, at_Q, key_T, window=self.window) & inside_T
-            if chosen_BQK is None:
-                return allowed_BQT
-            return allowed_BQT & jax.lax.dynamic_slice_in_dim(chosen_BQK, tile * self.tile, self.tile, axis=2)
+            if chosen_BQK is not None:
+                allowed_BQT &= jax.lax.dynamic_slice_in_dim(chosen_BQK, tile * self.tile, self.tile, axis=2)
+            return jax.lax.optimization_barrier(allowed_BQT)  # made once, not anew for each head in what reads it
 
         return sees
