@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from moejax_kernels.attention import attention, cases, triton_gpu
 from moejax_kernels.implementation import UnsupportedError
-from moejax_kernels.segments import Segments
 
 
 @functools.partial(jax.jit, static_argnames=("window", "implementation"))
@@ -56,6 +55,27 @@ def test_keys_may_begin_before_the_queries(documents, window, num_before):
     assert_close(got, want)
 
 
+def test_a_tree_may_begin_before_the_queries():
+    case = cases.AttentionCase("before", 1, (40, 20, -2, 33), 2, 1, 64, 64, 50, parents=(-1, 0, -1, 0))
+    q, k, v, sinks, cotangent = case.arrays(jnp.float32, seed=5)
+    arrays = q[:, 47:], k, v, sinks, cotangent[:, 47:]
+    got, want = (run(*arrays, case.segments(), window=case.window, implementation=name) for name in ("triton_gpu", "reference"))
+    assert_close(got, want)
+
+
+def test_a_sibling_has_exactly_no_influence():
+    """Two documents go on from one prefix: the second one sees nothing of the first one's own part."""
+    case = cases.AttentionCase("siblings", 1, (37, 30, 30), 2, 1, 64, 64, parents=(-1, 0, 0))
+    arrays, other, segments = case.arrays(jnp.float32, seed=3), case.arrays(jnp.float32, seed=4), case.segments()
+    mix = lambda new, old: jnp.concatenate([old[:, :37], 50 * new[:, 37:67], old[:, 67:]], axis=1)
+    changed = *map(mix, other[:3], arrays[:3]), arrays[3], mix(other[4], arrays[4])
+    call = functools.partial(run, segments=segments, window=None, implementation="triton_gpu")
+    (o, gradients), (o_changed, gradients_changed) = call(*arrays), call(*changed)
+    for before, after in ((o, o_changed), *zip(gradients[:3], gradients_changed[:3], strict=True)):
+        np.testing.assert_array_equal(np.asarray(before)[:, 67:], np.asarray(after)[:, 67:])
+        assert (np.asarray(before)[:, 37:67] != np.asarray(after)[:, 37:67]).any()
+
+
 def test_large_scores_neither_overflow_nor_vanish():
     q, k, v, sinks, cotangent = cases.AttentionCase("large", 1, (40,), 1, 1, 64, 64).arrays(jnp.float32, seed=2)
     got, want = (run(100 * q, k, v, sinks, cotangent, None, window=None, implementation=name) for name in ("triton_gpu", "reference"))
@@ -87,6 +107,3 @@ def test_what_the_kernels_cannot_take_is_named():
         call(q, q, q.astype(jnp.bfloat16), scale=1.0)
     with pytest.raises(UnsupportedError, match=r"needs a positive Python number as scale, got -1\.0"):
         call(q, q, q, scale=-1.0)
-    tree = Segments.build(np.array([[0, 0, 1, 1]]), [{1: 0}])
-    with pytest.raises(UnsupportedError, match="takes packed documents, not segments with parents"):
-        call(q, q, q, scale=1.0, segments=tree)

@@ -1,5 +1,6 @@
 """attention compiled for GPUs that are not there: launches and spills."""
 
+import dataclasses
 import functools
 
 import jax
@@ -45,6 +46,23 @@ def test_keys_that_begin_before_the_queries_take_the_same_kernels():
     q, k, v, _, cotangent = case.shapes(jnp.bfloat16)
     shorter = lambda like: jax.ShapeDtypeStruct((like.shape[0], 1024, *like.shape[2:]), like.dtype)
     lowered, _ = targets.compile_for(target, both_ways, shorter(q), k, v, shorter(cotangent))
+    uses = compiled.kernel_uses(lowered, target)
+    assert sorted(use.name for use in uses) == ["forward", "key_gradients", "query_gradients"]
+    assert all(use.spilled_bytes == 0 for use in uses), uses
+
+
+@pytest.mark.parametrize("case", cases.REAL, ids=str)
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_trees_take_the_same_kernels(name, case):
+    case, target = dataclasses.replace(case, documents=(1500, 1300, 1296), parents=(-1, 0, 0)), targets.TARGETS[name]
+    call = functools.partial(attention, scale=case.key_dim**-0.5, segments=case.segments(), window=case.window, implementation="triton_gpu")
+
+    def both_ways(q, k, v, cotangent):
+        o, transpose = jax.vjp(call, q, k, v)
+        return o, transpose(cotangent)
+
+    q, k, v, _, cotangent = case.shapes(jnp.bfloat16)
+    lowered, _ = targets.compile_for(target, both_ways, q, k, v, cotangent)
     uses = compiled.kernel_uses(lowered, target)
     assert sorted(use.name for use in uses) == ["forward", "key_gradients", "query_gradients"]
     assert all(use.spilled_bytes == 0 for use in uses), uses

@@ -37,7 +37,7 @@ def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sink
 
     Raises:
       ValueError: shapes or dtypes that do not fit together, or a window below 1.
-      UnsupportedError: "triton_gpu" without an NVIDIA GPU, with segment trees, or other widths, dtypes or scales than it takes.
+      UnsupportedError: "triton_gpu" without an NVIDIA GPU, or with other widths, dtypes or scales than it takes.
 
     cuDNN is not among them: JAX's entry to it (`jax.nn.dot_product_attention`) takes a length per row, but no documents inside a row
     other than as a mask of L x L.
@@ -51,16 +51,14 @@ def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sink
     check_segments("attention", segments, sizes["B"], sizes["S"])
     if window is not None and window < 1:
         raise ValueError(f"attention: window={window} must be at least 1 (1 sees the token itself alone), or None for no window.")
-    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale, segments)}
+    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale)}
     run = choose("attention", implementation, IMPLEMENTATIONS, why_not=why_not)
     return run(q_BLHC, k_BSGC, v_BSGM, scale=scale, segments=segments, window=window, sinks_H=sinks_H)
 
 
-def _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale, segments) -> str | None:
+def _why_no_kernel(q_BLHC, k_BSGC, v_BSGM, scale) -> str | None:
     (*_, C), (*_, M) = q_BLHC.shape, v_BSGM.shape
     dtypes = [array.dtype for array in (q_BLHC, k_BSGC, v_BSGM)]
-    if segments is not None and segments.index_BL is not None:
-        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
     if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
         widths = f"C={C} and M={M} (q is {q_BLHC.shape}, v is {v_BSGM.shape})"
         return f"needs key and value widths of 64, 96, 128, 192 or 256, got {widths}. Pass implementation='xla'."

@@ -11,7 +11,11 @@ from moejax_kernels.segments import Segments
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-    """One shape. `documents`: lengths from left to right, the same in every row, a negative one for padding."""
+    """One shape.
+
+    `documents`: lengths from left to right, the same in every row, a negative one for padding; `parents`: of each, the number of the one
+    it continues, or -1.
+    """
 
     name: str
     rows: int
@@ -22,6 +26,7 @@ class AttentionCase:
     value_dim: int
     window: int | None = None
     has_sinks: bool = False
+    parents: tuple[int, ...] = ()
 
     def __str__(self):
         return self.name
@@ -32,7 +37,8 @@ class AttentionCase:
 
     def segments(self) -> Segments:
         ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(self.documents)])
-        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.length)))
+        tree = {child: parent for child, parent in enumerate(self.parents) if parent >= 0}
+        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.length)), [tree] * self.rows if tree else None)
 
     def arrays(self, dtype, *, seed: int):
         """q, k, v, sinks or None, and a cotangent of the output."""
@@ -93,5 +99,7 @@ TILED = (
     AttentionCase("window_of_one", 1, (40, 3), 1, 1, 64, 64, window=1),
     AttentionCase("sinks_after_padding", 2, (-33, 31), 1, 1, 64, 64, has_sinks=True),
     AttentionCase("wide", 1, (20, 15), 2, 1, 256, 256),
+    AttentionCase("tree_over_tiles", 2, (70, 20, -3, 37, 5, 40), 2, 1, 64, 96, parents=(-1, 0, -1, 0, -1, 3)),
+    AttentionCase("trees_window_and_sinks", 1, (5, 66, 9, -1, 30, 33), 2, 1, 64, 64, 40, True, (-1, 0, 1, -1, 0, 4)),
 )
 """Awkward ones of the GPU kernels' widths; a tile of theirs has 32 or 64 tokens in float32."""

@@ -10,8 +10,10 @@ from moejax_kernels.attention.triton_tiles import (  # isort: skip (before trito
     load_rows,
     masked_start,
     products,
+    related,
     store_rows,
     stretches,
+    tree_of_row,
     zero_rows,
 )
 import triton
@@ -41,6 +43,7 @@ def _keys_tile(
     start,
     query,
     first,
+    tree,
     S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -49,6 +52,8 @@ def _keys_tile(
     M2: tl.constexpr,
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -56,7 +61,10 @@ def _keys_tile(
     scores = products(q, k, C2, PRECISION)
     if MASKED:
         key = start + tl.arange(0, KEYS)
-        scores = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None]), scores, float("-inf"))
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
+        if SEGMENTS == 2:
+            seen = seen & related(query[:, None], key[None, :], tree, S, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[:, None])
     v = load_rows(v_ptr, start, S, G * (M1 + M2), KEYS, M1, M2, MASKED)
     dscores = probs * (products(do, v, M2, PRECISION) - delta[:, None])
@@ -71,8 +79,12 @@ def query_gradients(
     o_ptr,
     do_ptr,
     log_total_ptr,
-    starts_ptr,
+    first_ptr,
     ends_ptr,
+    index_ptr,
+    ancestor_ptr,
+    position_ptr,
+    U,
     dq_ptr,
     delta_ptr,
     L: tl.constexpr,
@@ -87,7 +99,7 @@ def query_gradients(
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
-    PACKED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the last queries see most: they start first
@@ -96,7 +108,8 @@ def query_gradients(
     k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
     v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
     query = S - L + begin + tl.arange(0, QUERIES)
-    first = first_visible(starts_ptr, ends_ptr, row, query, S, WINDOW, PACKED)
+    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
+    first = first_visible(first_ptr, ends_ptr, row, query, S, WINDOW, SEGMENTS)
     to_head = row * L * H * (M1 + M2) + head * (M1 + M2)
     do = load_rows(do_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True)
     delta = _delta(load_rows(o_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True), do, M2)
@@ -107,13 +120,62 @@ def query_gradients(
     q = load_rows(q_ptr + to_head, begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
     dq = zero_rows(QUERIES, C1, C2)
     low = tl.min(first, 0)
-    start, full, before, others = stretches(low, tl.max(first, 0), S - L + begin + 1, tl.minimum(S - L + begin + QUERIES, S), KEYS)
+    full_high = low if SEGMENTS == 2 else S - L + begin + 1  # in trees every tile is masked
+    start, full, before, others = stretches(low, tl.max(first, 0), full_high, tl.minimum(S - L + begin + QUERIES, S), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
-        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION)
+        dq = _keys_tile(
+            dq,
+            q,
+            do,
+            log_total,
+            delta,
+            k_ptr,
+            v_ptr,
+            at,
+            query,
+            first,
+            tree,
+            S,
+            G,
+            C1,
+            C2,
+            M1,
+            M2,
+            KEYS,
+            SCALE,
+            WINDOW,
+            SEGMENTS,
+            True,
+            PRECISION,
+        )
     for i in range(full):
         at = start + i * KEYS
-        dq = _keys_tile(dq, q, do, log_total, delta, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION)
+        dq = _keys_tile(
+            dq,
+            q,
+            do,
+            log_total,
+            delta,
+            k_ptr,
+            v_ptr,
+            at,
+            query,
+            first,
+            tree,
+            S,
+            G,
+            C1,
+            C2,
+            M1,
+            M2,
+            KEYS,
+            SCALE,
+            WINDOW,
+            SEGMENTS,
+            False,
+            PRECISION,
+        )
     store_rows(dq_ptr + to_head, begin, dq, SCALE, L, H * (C1 + C2), QUERIES, C1, C2)
 
 
@@ -130,6 +192,7 @@ def _queries_tile(
     start,
     key,
     last,
+    tree,
     L: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -139,6 +202,8 @@ def _queries_tile(
     M2: tl.constexpr,
     QUERIES: tl.constexpr,
     SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Scores lie with keys down and queries across, so that they are the left factor of both sums. `start`: number of the first query."""
@@ -146,7 +211,10 @@ def _queries_tile(
     query = S - L + at
     q = load_rows(q_ptr, start, L, H * (C1 + C2), QUERIES, C1, C2, True)
     scores = products(k, q, C2, PRECISION)
-    scores = tl.where((query[None, :] >= key[:, None]) & (query[None, :] < last[:, None]), scores, float("-inf"))
+    seen = (query[None, :] >= key[:, None]) & (query[None, :] < last[:, None])
+    if SEGMENTS == 2:
+        seen = seen & related(query[None, :], key[:, None], tree, S, WINDOW)
+    scores = tl.where(seen, scores, float("-inf"))
     log_total = tl.load(log_total_ptr + at, mask=at < L, other=0.0)
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[None, :])
     do = load_rows(do_ptr, start, L, H * (M1 + M2), QUERIES, M1, M2, True)
@@ -164,7 +232,11 @@ def key_gradients(
     do_ptr,
     log_total_ptr,
     delta_ptr,
-    ends_ptr,
+    last_ptr,
+    index_ptr,
+    ancestor_ptr,
+    position_ptr,
+    U,
     dk_ptr,
     dv_ptr,
     L: tl.constexpr,
@@ -180,7 +252,7 @@ def key_gradients(
     SPLITS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
-    PACKED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradients of a tile of keys of one key head, summed over 1/SPLITS of the query heads that read it."""
@@ -192,9 +264,12 @@ def key_gradients(
     k = load_rows(k_ptr + to_k, begin, S, G * (C1 + C2), KEYS, C1, C2, True)
     v = load_rows(v_ptr + to_v, begin, S, G * (M1 + M2), KEYS, M1, M2, True)
     key = begin + tl.arange(0, KEYS)
-    last = last_visible(ends_ptr, row, key, S, WINDOW, PACKED)
+    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
+    last = last_visible(last_ptr, row, key, S, WINDOW, SEGMENTS)
     dk, dv = zero_rows(KEYS, C1, C2), zero_rows(KEYS, M1, M2)
-    low = tl.maximum(begin - (S - L), 0)
+    low = begin  # a maximum with 0 would hide from the compiler what it divides by
+    if S > L:
+        low = tl.maximum(begin - (S - L), 0)
     num_tiles = tl.cdiv(tl.maximum(tl.max(last, 0) - (S - L) - low, 0), QUERIES)
     for n in range(heads):
         head = (key_head * SPLITS + split) * heads + n
@@ -204,7 +279,30 @@ def key_gradients(
         for i in range(num_tiles):
             at = low + i * QUERIES
             dk, dv = _queries_tile(
-                dk, dv, k, v, q_at, do_at, log_total_at, delta_at, at, key, last, L, S, H, C1, C2, M1, M2, QUERIES, SCALE, PRECISION
+                dk,
+                dv,
+                k,
+                v,
+                q_at,
+                do_at,
+                log_total_at,
+                delta_at,
+                at,
+                key,
+                last,
+                tree,
+                L,
+                S,
+                H,
+                C1,
+                C2,
+                M1,
+                M2,
+                QUERIES,
+                SCALE,
+                WINDOW,
+                SEGMENTS,
+                PRECISION,
             )
     dk_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (C1 + C2) + to_k
     dv_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (M1 + M2) + to_v

@@ -9,8 +9,10 @@ from moejax_kernels.attention.triton_tiles import (  # isort: skip (before trito
     load_rows,
     masked_start,
     products,
+    related,
     store_rows,
     stretches,
+    tree_of_row,
     zero_rows,
 )
 import triton
@@ -32,6 +34,7 @@ def _one_tile(
     start,
     query,
     first,
+    tree,
     S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -40,6 +43,8 @@ def _one_tile(
     M2: tl.constexpr,
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -47,7 +52,10 @@ def _one_tile(
     scores = products(q, k, C2, PRECISION)
     if MASKED:
         key = start + tl.arange(0, KEYS)
-        scores = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None]), scores, float("-inf"))
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
+        if SEGMENTS == 2:
+            seen = seen & related(query[:, None], key[None, :], tree, S, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * (SCALE * LOG2E))
     weights = tl.exp2(scores * (SCALE * LOG2E) - higher[:, None])
     shrink = tl.exp2(peak - higher)
@@ -66,8 +74,12 @@ def forward(
     k_ptr,
     v_ptr,
     sinks_ptr,
-    starts_ptr,
+    first_ptr,
     ends_ptr,
+    index_ptr,
+    ancestor_ptr,
+    position_ptr,
+    U,
     o_ptr,
     log_total_ptr,
     L: tl.constexpr,
@@ -82,7 +94,7 @@ def forward(
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
-    PACKED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -92,7 +104,8 @@ def forward(
     k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
     v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
     query = S - L + begin + tl.arange(0, QUERIES)
-    first = first_visible(starts_ptr, ends_ptr, row, query, S, WINDOW, PACKED)
+    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
+    first = first_visible(first_ptr, ends_ptr, row, query, S, WINDOW, SEGMENTS)
     q = load_rows(q_ptr + row * L * H * (C1 + C2) + head * (C1 + C2), begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
     acc = zero_rows(QUERIES, M1, M2)
     peak, total = tl.full([QUERIES], NOTHING, tl.float32), tl.zeros([QUERIES], tl.float32)
@@ -100,16 +113,17 @@ def forward(
         peak = tl.zeros([QUERIES], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total += 1.0
     low = tl.min(first, 0)
-    start, full, before, others = stretches(low, tl.max(first, 0), S - L + begin + 1, tl.minimum(S - L + begin + QUERIES, S), KEYS)
+    full_high = low if SEGMENTS == 2 else S - L + begin + 1  # in trees every tile is masked
+    start, full, before, others = stretches(low, tl.max(first, 0), full_high, tl.minimum(S - L + begin + QUERIES, S), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, True, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, query, first, tree, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, True, PRECISION
         )
     for i in range(full):
         at = start + i * KEYS
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, S, G, C1, C2, M1, M2, KEYS, SCALE, False, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, query, first, tree, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, False, PRECISION
         )
     total = tl.where(total > 0, total, 1.0)  # a query that sees nothing
     o_ptr += row * L * H * (M1 + M2) + head * (M1 + M2)

@@ -12,17 +12,20 @@ Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2): online softmax and the t
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax_kernels import gpu, saved
+from moejax_kernels.visibility import tree_positions
 
 from moejax_kernels.triton_launch import launch  # isort: skip (before triton)
 import triton
 
 from moejax_kernels.attention import triton_backward, triton_forward
+from moejax_kernels.sparse_attention.triton_visible import DOCUMENTS, NO_SEGMENTS, TREES
 
 LOG2E = 1.4426950408889634
 ENOUGH_PROGRAMS = 264
@@ -37,6 +40,10 @@ class Tile:
     keys: int
     warps: int
     stages: int
+
+    def halved(self) -> "Tile":
+        """Half as wide either way: in trees, looking up who sees whom takes registers too."""
+        return dataclasses.replace(self, queries=max(self.queries // 2, 32), keys=max(self.keys // 2, 32))
 
     def launched(self) -> dict:
         return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
@@ -60,8 +67,41 @@ def tiles(kind: str | None, C: int, M: int, dtype) -> tuple[Tile, Tile, Tile]:
 
 
 def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sinks_H=None):
-    borders = None if segments is None else (jnp.asarray(segments.starts_BL), jnp.asarray(segments.ends_BL))
+    borders = None if segments is None else Borders.build(segments, window)
     return _attend(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, float(scale), window)
+
+
+class Borders(NamedTuple):
+    """What the kernels read of segments."""
+
+    first_BS: Any
+    """First key that a token may see: its document's start, in a tree that of the root."""
+    last_BS: Any
+    """One past the last token that may see it: its document's end, in a tree that of the last descendant; itself for padding."""
+    ends_BS: Any
+    """One past the end of its segment; itself for padding."""
+    tree: Any = None
+    """Trees: number of its segment [B, S], int8 [B, U, U] which segments a segment sees, and with a window positions in the document."""
+
+    @classmethod
+    def build(cls, segments, window) -> "Borders":
+        starts_BS, ends_BS = jnp.asarray(segments.starts_BL), jnp.asarray(segments.ends_BL)
+        if segments.index_BL is None:
+            return cls(starts_BS, ends_BS, ends_BS)
+        index_BS, first_BU, ancestor_BUU = (jnp.asarray(x) for x in (segments.index_BL, segments.first_BU, segments.ancestor_BUU))
+        root_BU = jnp.min(jnp.where(ancestor_BUU, first_BU[:, None, :], ends_BS.shape[1]), axis=2)
+        last_BU = jnp.max(jnp.where(ancestor_BUU, (first_BU + segments.sizes())[:, :, None], 0), axis=1)
+        of_token = lambda array_BU: jnp.take_along_axis(array_BU, index_BS, axis=1)
+        last_BS = jnp.where(jnp.asarray(segments.ids_BL) < 0, ends_BS, of_token(last_BU))
+        positions_BS = index_BS if window is None else tree_positions(segments)  # not read without a window
+        return cls(of_token(root_BU), last_BS, ends_BS, (index_BS, ancestor_BUU.astype(jnp.int8), positions_BS))
+
+
+def _tree_operands(borders, stand_in):
+    """Index, ancestors, positions and U, or what is not read."""
+    if borders is None or borders.tree is None:
+        return stand_in, stand_in, stand_in, 0
+    return *borders.tree, borders.tree[1].shape[1]
 
 
 def _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window):
@@ -70,8 +110,10 @@ def _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window):
     S, G, M = v_BSGM.shape[1:]
     (C1, C2), (M1, M2) = _parts(C), _parts(M)
     constants = {"L": L, "S": S, "H": H, "G": G, "C1": C1, "C2": C2, "M1": M1, "M2": M2, "SCALE": scale, "WINDOW": min(window or 0, S)}
-    constants |= {"PACKED": borders is not None, "PRECISION": "tf32x3" if q_BLHC.dtype == jnp.float32 else "tf32"}
-    return constants, tiles(gpu.device_kind(), C, M, q_BLHC.dtype)
+    kind = NO_SEGMENTS if borders is None else DOCUMENTS if borders.tree is None else TREES
+    constants |= {"SEGMENTS": kind, "PRECISION": "tf32x3" if q_BLHC.dtype == jnp.float32 else "tf32"}
+    sizes = tiles(gpu.device_kind(), C, M, q_BLHC.dtype)
+    return constants, tuple(size.halved() for size in sizes) if kind == TREES else sizes
 
 
 def _parts(width: int) -> tuple[int, int]:
@@ -87,15 +129,16 @@ def _attend(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
 def _save(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
     B, L, H, _ = q_BLHC.shape
     constants, (tile, _, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
-    starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders  # not read where there are none
+    first_BS, _, ends_BS, _ = borders or Borders(q_BLHC, q_BLHC, q_BLHC)  # not read where there are none
     o_BLHM, log_total_BHL = launch(
         triton_forward.forward,
         q_BLHC,
         k_BSGC,
         v_BSGM,
         q_BLHC if sinks_H is None else sinks_H,
-        starts_BL,
-        ends_BL,
+        first_BS,
+        ends_BS,
+        *_tree_operands(borders, q_BLHC),
         out_type=[
             jax.ShapeDtypeStruct((B, L, H, v_BSGM.shape[3]), q_BLHC.dtype),
             jax.ShapeDtypeStruct((B, H, L), jnp.float32),
@@ -113,7 +156,7 @@ def _grads(scale, window, kept, do_BLHM):
     q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, o_BLHM, log_total_BHL = kept
     B, L, H, _ = q_BLHC.shape
     constants, (_, tile, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
-    starts_BL, ends_BL = (q_BLHC, q_BLHC) if borders is None else borders
+    first_BS, _, ends_BS, _ = borders or Borders(q_BLHC, q_BLHC, q_BLHC)
     dq_BLHC, delta_BHL = launch(
         triton_backward.query_gradients,
         q_BLHC,
@@ -122,8 +165,9 @@ def _grads(scale, window, kept, do_BLHM):
         o_BLHM,
         do_BLHM,
         log_total_BHL,
-        starts_BL,
-        ends_BL,
+        first_BS,
+        ends_BS,
+        *_tree_operands(borders, q_BLHC),
         out_type=[q_BLHC, log_total_BHL],
         grid=(triton.cdiv(L, tile.queries), H, B),
         **constants,
@@ -152,7 +196,8 @@ def _key_gradients(kept, do_BLHM, delta_BHL, scale, window):
         do_BLHM,
         log_total_BHL,
         delta_BHL,
-        q_BLHC if borders is None else borders[1],
+        q_BLHC if borders is None else borders.last_BS,
+        *_tree_operands(borders, q_BLHC),
         out_type=[jax.ShapeDtypeStruct((splits, *like.shape), out_dtype) for like in (k_BSGC, v_BSGM)],
         grid=(num_tiles, G * splits, B),
         SPLITS=splits,

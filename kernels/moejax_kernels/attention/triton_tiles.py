@@ -97,26 +97,45 @@ def add_mix(total, weights, rows, SECOND: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
-def first_visible(starts_ptr, ends_ptr, row, query, S: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
-    """First key that each query sees; S where there is none (padding, beyond the row)."""
+def first_visible(first_ptr, ends_ptr, row, query, S: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr):
+    """First key that each query may see; S where there is none (padding, beyond the row). In trees it need not see all from there on."""
     real, first = query < S, tl.zeros_like(query)
-    if PACKED:
-        first = tl.load(starts_ptr + row * S + query, mask=query < S, other=0)
+    if SEGMENTS > 0:
+        first = tl.load(first_ptr + row * S + query, mask=query < S, other=0)
         real = query < tl.load(ends_ptr + row * S + query, mask=query < S, other=0)
-    if WINDOW > 0:
+    if WINDOW > 0 and SEGMENTS < 2:
         first = tl.maximum(first, query - (WINDOW - 1))
     return tl.where(real, first, S)
 
 
 @triton.jit
-def last_visible(ends_ptr, row, key, S: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
-    """One past the last query that sees each key; not beyond the key itself where there is none (padding, beyond the row)."""
+def last_visible(last_ptr, row, key, S: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr):
+    """One past the last query that may see each key; not beyond the key itself where there is none (padding, beyond the row)."""
     last = tl.full(key.shape, S, tl.int32)
-    if PACKED:
-        last = tl.load(ends_ptr + row * S + key, mask=key < S, other=0)
-    if WINDOW > 0:
+    if SEGMENTS > 0:
+        last = tl.load(last_ptr + row * S + key, mask=key < S, other=0)
+    if WINDOW > 0 and SEGMENTS < 2:
         last = tl.minimum(last, key + WINDOW)
     return last
+
+
+@triton.jit
+def tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S: tl.constexpr):
+    """What `related` reads."""
+    return index_ptr + row * S, ancestor_ptr + row * U * U, position_ptr + row * S, U
+
+
+@triton.jit
+def related(query, key, tree, S: tl.constexpr, WINDOW: tl.constexpr):
+    """Is the key's segment the query's or an ancestor of it, and the key inside the window? Shapes broadcast."""
+    query_index = tl.load(tree[0] + query, mask=query < S, other=0)
+    key_index = tl.load(tree[0] + key, mask=key < S, other=0)
+    seen = tl.load(tree[1] + (query_index * tree[3] + key_index)) != 0
+    if WINDOW > 0:
+        query_position = tl.load(tree[2] + query, mask=query < S, other=0)
+        key_position = tl.load(tree[2] + key, mask=key < S, other=0)
+        seen = seen & (query_position - key_position < WINDOW)
+    return seen
 
 
 @triton.jit
