@@ -34,16 +34,11 @@ def _delta(o, do, M2: tl.constexpr):
 @triton.jit
 def _keys_tile(
     dq,
-    q,
-    do,
-    log_total,
-    delta,
+    of_queries,
     k_ptr,
     v_ptr,
     start,
-    query,
-    first,
-    tree,
+    sight,
     S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -57,13 +52,15 @@ def _keys_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`of_queries`: their q, do, log_total and delta."""
+    q, do, log_total, delta = of_queries
     k = load_rows(k_ptr, start, S, G * (C1 + C2), KEYS, C1, C2, MASKED)
     scores = products(q, k, C2, PRECISION)
     if MASKED:
-        key = start + tl.arange(0, KEYS)
+        query, first, key = sight[0], sight[1], start + tl.arange(0, KEYS)
         seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
         if SEGMENTS == 2:
-            seen = seen & related(query[:, None], key[None, :], tree, S, WINDOW)
+            seen = seen & related(query[:, None], key[None, :], sight[2], S, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[:, None])
     v = load_rows(v_ptr, start, S, G * (M1 + M2), KEYS, M1, M2, MASKED)
@@ -108,8 +105,8 @@ def query_gradients(
     k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
     v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
     query = S - L + begin + tl.arange(0, QUERIES)
-    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     first = first_visible(first_ptr, ends_ptr, row, query, S, WINDOW, SEGMENTS)
+    sight = query, first, tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     to_head = row * L * H * (M1 + M2) + head * (M1 + M2)
     do = load_rows(do_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True)
     delta = _delta(load_rows(o_ptr + to_head, begin, L, H * (M1 + M2), QUERIES, M1, M2, True), do, M2)
@@ -118,64 +115,16 @@ def query_gradients(
     log_total = tl.load(log_total_ptr + at_rows, mask=query < S, other=0.0)
     to_head = row * L * H * (C1 + C2) + head * (C1 + C2)
     q = load_rows(q_ptr + to_head, begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
-    dq = zero_rows(QUERIES, C1, C2)
+    of_queries, dq = (q, do, log_total, delta), zero_rows(QUERIES, C1, C2)
     low = tl.min(first, 0)
     full_high = low if SEGMENTS == 2 else S - L + begin + 1  # in trees every tile is masked
     start, full, before, others = stretches(low, tl.max(first, 0), full_high, tl.minimum(S - L + begin + QUERIES, S), KEYS)
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
-        dq = _keys_tile(
-            dq,
-            q,
-            do,
-            log_total,
-            delta,
-            k_ptr,
-            v_ptr,
-            at,
-            query,
-            first,
-            tree,
-            S,
-            G,
-            C1,
-            C2,
-            M1,
-            M2,
-            KEYS,
-            SCALE,
-            WINDOW,
-            SEGMENTS,
-            True,
-            PRECISION,
-        )
+        dq = _keys_tile(dq, of_queries, k_ptr, v_ptr, at, sight, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, True, PRECISION)
     for i in range(full):
         at = start + i * KEYS
-        dq = _keys_tile(
-            dq,
-            q,
-            do,
-            log_total,
-            delta,
-            k_ptr,
-            v_ptr,
-            at,
-            query,
-            first,
-            tree,
-            S,
-            G,
-            C1,
-            C2,
-            M1,
-            M2,
-            KEYS,
-            SCALE,
-            WINDOW,
-            SEGMENTS,
-            False,
-            PRECISION,
-        )
+        dq = _keys_tile(dq, of_queries, k_ptr, v_ptr, at, sight, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, False, PRECISION)
     store_rows(dq_ptr + to_head, begin, dq, SCALE, L, H * (C1 + C2), QUERIES, C1, C2)
 
 
@@ -185,14 +134,9 @@ def _queries_tile(
     dv,
     k,
     v,
-    q_ptr,
-    do_ptr,
-    log_total_ptr,
-    delta_ptr,
+    of_head,
     start,
-    key,
-    last,
-    tree,
+    sight,
     L: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -206,20 +150,23 @@ def _queries_tile(
     SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores lie with keys down and queries across, so that they are the left factor of both sums. `start`: number of the first query."""
+    """Scores lie with keys down and queries across, so that they are the left factor of both sums.
+
+    `start` is the number of the first query, `of_head` points to a head's q, do, log_total and delta.
+    """
     at = start + tl.arange(0, QUERIES)
-    query = S - L + at
-    q = load_rows(q_ptr, start, L, H * (C1 + C2), QUERIES, C1, C2, True)
+    key, last, query = sight[0], sight[1], S - L + at
+    q = load_rows(of_head[0], start, L, H * (C1 + C2), QUERIES, C1, C2, True)
     scores = products(k, q, C2, PRECISION)
     seen = (query[None, :] >= key[:, None]) & (query[None, :] < last[:, None])
     if SEGMENTS == 2:
-        seen = seen & related(query[None, :], key[:, None], tree, S, WINDOW)
+        seen = seen & related(query[None, :], key[:, None], sight[2], S, WINDOW)
     scores = tl.where(seen, scores, float("-inf"))
-    log_total = tl.load(log_total_ptr + at, mask=at < L, other=0.0)
+    log_total = tl.load(of_head[2] + at, mask=at < L, other=0.0)
     probs = tl.exp2(scores * (SCALE * LOG2E) - log_total[None, :])
-    do = load_rows(do_ptr, start, L, H * (M1 + M2), QUERIES, M1, M2, True)
+    do = load_rows(of_head[1], start, L, H * (M1 + M2), QUERIES, M1, M2, True)
     dv = add_mix(dv, probs.to(do[0].dtype), do, M2, PRECISION)
-    delta = tl.load(delta_ptr + at, mask=at < L, other=0.0)
+    delta = tl.load(of_head[3] + at, mask=at < L, other=0.0)
     dscores = probs * (products(v, do, M2, PRECISION) - delta[None, :])
     return add_mix(dk, dscores.to(q[0].dtype), q, C2, PRECISION), dv
 
@@ -264,8 +211,8 @@ def key_gradients(
     k = load_rows(k_ptr + to_k, begin, S, G * (C1 + C2), KEYS, C1, C2, True)
     v = load_rows(v_ptr + to_v, begin, S, G * (M1 + M2), KEYS, M1, M2, True)
     key = begin + tl.arange(0, KEYS)
-    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     last = last_visible(last_ptr, row, key, S, WINDOW, SEGMENTS)
+    sight = key, last, tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     dk, dv = zero_rows(KEYS, C1, C2), zero_rows(KEYS, M1, M2)
     low = begin  # a maximum with 0 would hide from the compiler what it divides by
     if S > L:
@@ -273,37 +220,11 @@ def key_gradients(
     num_tiles = tl.cdiv(tl.maximum(tl.max(last, 0) - (S - L) - low, 0), QUERIES)
     for n in range(heads):
         head = (key_head * SPLITS + split) * heads + n
-        q_at = q_ptr + (row * L * H + head) * (C1 + C2)
-        do_at = do_ptr + (row * L * H + head) * (M1 + M2)
-        log_total_at, delta_at = log_total_ptr + (row * H + head) * L, delta_ptr + (row * H + head) * L
+        at_q, at_o, at_L = (row * L * H + head) * (C1 + C2), (row * L * H + head) * (M1 + M2), (row * H + head) * L
+        of_head = q_ptr + at_q, do_ptr + at_o, log_total_ptr + at_L, delta_ptr + at_L
         for i in range(num_tiles):
             at = low + i * QUERIES
-            dk, dv = _queries_tile(
-                dk,
-                dv,
-                k,
-                v,
-                q_at,
-                do_at,
-                log_total_at,
-                delta_at,
-                at,
-                key,
-                last,
-                tree,
-                L,
-                S,
-                H,
-                C1,
-                C2,
-                M1,
-                M2,
-                QUERIES,
-                SCALE,
-                WINDOW,
-                SEGMENTS,
-                PRECISION,
-            )
+            dk, dv = _queries_tile(dk, dv, k, v, of_head, at, sight, L, S, H, C1, C2, M1, M2, QUERIES, SCALE, WINDOW, SEGMENTS, PRECISION)
     dk_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (C1 + C2) + to_k
     dv_ptr += split.to(tl.int64) * tl.num_programs(2) * S * G * (M1 + M2) + to_v
     store_rows(dk_ptr, begin, dk, SCALE, S, G * (C1 + C2), KEYS, C1, C2)

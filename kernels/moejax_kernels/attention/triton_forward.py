@@ -32,9 +32,7 @@ def _one_tile(
     k_ptr,
     v_ptr,
     start,
-    query,
-    first,
-    tree,
+    sight,
     S: tl.constexpr,
     G: tl.constexpr,
     C1: tl.constexpr,
@@ -51,10 +49,10 @@ def _one_tile(
     k = load_rows(k_ptr, start, S, G * (C1 + C2), KEYS, C1, C2, MASKED)
     scores = products(q, k, C2, PRECISION)
     if MASKED:
-        key = start + tl.arange(0, KEYS)
+        query, first, key = sight[0], sight[1], start + tl.arange(0, KEYS)
         seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
         if SEGMENTS == 2:
-            seen = seen & related(query[:, None], key[None, :], tree, S, WINDOW)
+            seen = seen & related(query[:, None], key[None, :], sight[2], S, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * (SCALE * LOG2E))
     weights = tl.exp2(scores * (SCALE * LOG2E) - higher[:, None])
@@ -104,8 +102,8 @@ def forward(
     k_ptr += row * S * G * (C1 + C2) + key_head * (C1 + C2)
     v_ptr += row * S * G * (M1 + M2) + key_head * (M1 + M2)
     query = S - L + begin + tl.arange(0, QUERIES)
-    tree = tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     first = first_visible(first_ptr, ends_ptr, row, query, S, WINDOW, SEGMENTS)
+    sight = query, first, tree_of_row(row, index_ptr, ancestor_ptr, position_ptr, U, S)
     q = load_rows(q_ptr + row * L * H * (C1 + C2) + head * (C1 + C2), begin, L, H * (C1 + C2), QUERIES, C1, C2, True)
     acc = zero_rows(QUERIES, M1, M2)
     peak, total = tl.full([QUERIES], NOTHING, tl.float32), tl.zeros([QUERIES], tl.float32)
@@ -118,12 +116,12 @@ def forward(
     for i in range(others):
         at = masked_start(i, low, start, full, before, KEYS)
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, tree, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, True, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, sight, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, True, PRECISION
         )
     for i in range(full):
         at = start + i * KEYS
         acc, peak, total = _one_tile(
-            acc, peak, total, q, k_ptr, v_ptr, at, query, first, tree, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, False, PRECISION
+            acc, peak, total, q, k_ptr, v_ptr, at, sight, S, G, C1, C2, M1, M2, KEYS, SCALE, WINDOW, SEGMENTS, False, PRECISION
         )
     total = tl.where(total > 0, total, 1.0)  # a query that sees nothing
     o_ptr += row * L * H * (M1 + M2) + head * (M1 + M2)
