@@ -38,6 +38,7 @@ def choose(op: str, asked: Implementation | None, available: dict, *, why_not: M
     why_not = why_not or {}
     if asked is None:
         name = next(name for name in available if not why_not.get(name))
+        CHOSEN[op] = name
         _say(op, name)
         return available[name]
     if asked not in available:
@@ -49,9 +50,8 @@ def choose(op: str, asked: Implementation | None, available: dict, *, why_not: M
 
 @functools.cache
 def _say(op: str, name: str) -> None:
-    CHOSEN[op] = name
     log.info("%s runs as %s", op, name)
 
 
 CHOSEN: dict[str, str] = {}
-"""Op -> implementation that None picked in this process; a run prints it when it starts."""
+"""Op -> implementation that None picked last in this process; a run prints it when it starts."""

@@ -44,7 +44,7 @@ def rotate(x_BLHC, positions_BL, config: RopeConfig, *, dim: int):
     factor = yarn_correction(config.yarn_factor, config.yarn_mscale)
     if config.yarn_mscale_all_dim:
         factor /= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim)
-    # the barrier keeps them out of the fusions that read them: one pair for the whole program, not one per layer, heads and pass
+    # kept out of the fusions that read them, which would form them anew for queries, keys, each pass and each layer that is not stacked
     cos, sin = jax.lax.optimization_barrier((jnp.cos(angle_BL1P) * factor, jnp.sin(angle_BL1P) * factor))
     turned, rest = wide[..., :dim], wide[..., dim:]
     if config.kind == "half":

@@ -135,11 +135,15 @@ def test_on_a_gpu_a_tree_goes_to_an_implementation_that_takes_it(op, monkeypatch
     monkeypatch.setattr(gpu, "why_no_triton", lambda: None)
     monkeypatch.setattr(module, "IMPLEMENTATIONS", {name: lambda *_, name=name, **__: name for name in module.IMPLEMENTATIONS})
     monkeypatch.setattr(implementation, "_say", lambda *_: None)
+    monkeypatch.setattr(implementation, "CHOSEN", {})
     ids_BL = np.repeat([0, 1, 2], 8)[None]
     x_BLHC, weight_BLH = jnp.ones((1, 24, 1, 64), jnp.bfloat16), jnp.ones((1, 24, 1), jnp.float32)
     run = lambda segments: GPU_OPS[op](x_BLHC, weight_BLH, segments)
     assert run(Segments.build(ids_BL)) == "triton_gpu"
-    assert run(Segments.build(ids_BL, parent=[{1: 0, 2: 0}])) == "xla"
+    assert run(Segments.build(ids_BL, parent=[{1: 0, 2: 0}])) == ("triton_gpu" if op == "attention" else "xla")
+    assert implementation.CHOSEN == {op: "triton_gpu" if op == "attention" else "xla"}  # of the last choice, not of the first of its kind
+    run(Segments.build(ids_BL))
+    assert implementation.CHOSEN == {op: "triton_gpu"}
 
 
 def test_pooled_index_keys_refuse_shared_prefixes_before_a_run():

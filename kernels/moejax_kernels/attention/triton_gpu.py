@@ -3,7 +3,7 @@
 Forward reads k and v once per tile of queries (mostly from cache) and writes o and one float32 per query and head. Backward has one
 kernel for the queries' gradients, which also sums o * do, and one for those of keys and values: scores are redone in both, 7 products
 of tiles instead of 5, and nothing is added with atomics. Tiles of which no pair is visible are skipped. Tiles of which every pair is
-visible are not masked, but in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k,
+visible are not masked, but in trees and in the keys' kernel, where a second loop costs registers that it does not have. Saved for backward: q, k,
 v, o, the 4-byte logarithm per query and head, and what the caller holds anyway.
 
 Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2): online softmax and the two loops of backward.
@@ -97,11 +97,10 @@ class Borders(NamedTuple):
         return cls(of_token(root_BU), last_BS, ends_BS, (index_BS, ancestor_BUU.astype(jnp.int8), positions_BS))
 
 
-def _tree_operands(borders, stand_in):
-    """Index, ancestors, positions and U, or what is not read."""
-    if borders is None or borders.tree is None:
-        return stand_in, stand_in, stand_in, 0
-    return *borders.tree, borders.tree[1].shape[1]
+def _operands(borders: Borders | None, stand_in):
+    """first_BS, last_BS, ends_BS, and of trees index, ancestors, positions and U; the stand-in where a kernel reads nothing."""
+    first_BS, last_BS, ends_BS, tree = borders or Borders(stand_in, stand_in, stand_in)
+    return first_BS, last_BS, ends_BS, (stand_in, stand_in, stand_in, 0) if tree is None else (*tree, tree[1].shape[1])
 
 
 def _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window):
@@ -129,7 +128,7 @@ def _attend(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
 def _save(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
     B, L, H, _ = q_BLHC.shape
     constants, (tile, _, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
-    first_BS, _, ends_BS, _ = borders or Borders(q_BLHC, q_BLHC, q_BLHC)  # not read where there are none
+    first_BS, _, ends_BS, tree = _operands(borders, q_BLHC)
     o_BLHM, log_total_BHL = launch(
         triton_forward.forward,
         q_BLHC,
@@ -138,7 +137,7 @@ def _save(q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, scale, window):
         q_BLHC if sinks_H is None else sinks_H,
         first_BS,
         ends_BS,
-        *_tree_operands(borders, q_BLHC),
+        *tree,
         out_type=[
             jax.ShapeDtypeStruct((B, L, H, v_BSGM.shape[3]), q_BLHC.dtype),
             jax.ShapeDtypeStruct((B, H, L), jnp.float32),
@@ -156,7 +155,7 @@ def _grads(scale, window, kept, do_BLHM):
     q_BLHC, k_BSGC, v_BSGM, sinks_H, borders, o_BLHM, log_total_BHL = kept
     B, L, H, _ = q_BLHC.shape
     constants, (_, tile, _) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
-    first_BS, _, ends_BS, _ = borders or Borders(q_BLHC, q_BLHC, q_BLHC)
+    first_BS, _, ends_BS, tree = _operands(borders, q_BLHC)
     dq_BLHC, delta_BHL = launch(
         triton_backward.query_gradients,
         q_BLHC,
@@ -167,7 +166,7 @@ def _grads(scale, window, kept, do_BLHM):
         log_total_BHL,
         first_BS,
         ends_BS,
-        *_tree_operands(borders, q_BLHC),
+        *tree,
         out_type=[q_BLHC, log_total_BHL],
         grid=(triton.cdiv(L, tile.queries), H, B),
         **constants,
@@ -184,6 +183,7 @@ def _grads(scale, window, kept, do_BLHM):
 def _key_gradients(kept, do_BLHM, delta_BHL, scale, window):
     q_BLHC, k_BSGC, v_BSGM, _, borders, _, log_total_BHL = kept
     B, S, G, _ = k_BSGC.shape
+    _, last_BS, _, tree = _operands(borders, q_BLHC)
     constants, (_, _, tile) = _constants(q_BLHC, k_BSGC, v_BSGM, borders, scale, window)
     num_tiles = triton.cdiv(S, tile.keys)
     splits = num_splits(num_tiles * G * B, q_BLHC.shape[2] // G)
@@ -196,8 +196,8 @@ def _key_gradients(kept, do_BLHM, delta_BHL, scale, window):
         do_BLHM,
         log_total_BHL,
         delta_BHL,
-        q_BLHC if borders is None else borders.last_BS,
-        *_tree_operands(borders, q_BLHC),
+        last_BS,
+        *tree,
         out_type=[jax.ShapeDtypeStruct((splits, *like.shape), out_dtype) for like in (k_BSGC, v_BSGM)],
         grid=(num_tiles, G * splits, B),
         SPLITS=splits,
