@@ -140,10 +140,9 @@ def test_on_a_gpu_a_tree_goes_to_an_implementation_that_takes_it(op, monkeypatch
     x_BLHC, weight_BLH = jnp.ones((1, 24, 1, 64), jnp.bfloat16), jnp.ones((1, 24, 1), jnp.float32)
     run = lambda segments: GPU_OPS[op](x_BLHC, weight_BLH, segments)
     assert run(Segments.build(ids_BL)) == "triton_gpu"
-    assert run(Segments.build(ids_BL, parent=[{1: 0, 2: 0}])) == ("triton_gpu" if op == "attention" else "xla")
-    assert implementation.CHOSEN == {op: "triton_gpu" if op == "attention" else "xla"}  # of the last choice, not of the first of its kind
-    run(Segments.build(ids_BL))
-    assert implementation.CHOSEN == {op: "triton_gpu"}
+    of_tree = run(Segments.build(ids_BL, parent=[{1: 0, 2: 0}]))
+    assert of_tree == implementation.CHOSEN[op] == ("triton_gpu" if op == "attention" else "xla")
+    assert run(Segments.build(ids_BL)) == implementation.CHOSEN[op] == "triton_gpu"  # the last choice, also if it was made before
 
 
 def test_pooled_index_keys_refuse_shared_prefixes_before_a_run():
