@@ -205,7 +205,11 @@ def test_a_process_that_refuses_its_config_is_named_with_what_it_says():
 
 
 def test_a_pretended_device_keeps_its_memory():
-    """What is mapped anew must be cleared anew: 256 MB of temporaries are 65,536 faults of 4 KB, or 128 of 2 MB, in each call."""
+    """What is mapped anew must be cleared anew: 256 MB of temporaries are 65,536 faults of 4 KB, or 128 of 2 MB, in each call.
+
+    The heap may still grow in a few calls, as small objects come to lie between the big ones: in 40 runs of 60 calls up to 9 times, always
+    within the first 20 calls. So what counts is the middle one of 40 calls.
+    """
     script = """
 import resource, jax, jax.numpy as jnp
 from moejax.parallel.processes import simulate_devices
@@ -214,10 +218,10 @@ simulate_devices(1)
 run = jax.jit(lambda x: jax.lax.optimization_barrier(x[:, None] * x).sum())
 x, faults = jnp.ones(8192), []
 print(run.lower(x).compile().memory_analysis().temp_size_in_bytes)
-for _ in range(4):
+for _ in range(41):
     run(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(faults[3] - faults[2])
+print(sorted(after - before for before, after in zip(faults, faults[1:]))[20])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     temporaries, faults = map(int, done.stdout.split())
