@@ -6,18 +6,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-BLOCKS = (512, 256, 128, 64, 16)
-"""Rows of a block. A block pays for one read of its weight and one hand-out to the threads, so a group is cut into large ones first."""
+BLOCKS = (512, 128, 32)
+"""Rows of a block. A block pays for one read of its weight, so a group is cut into large ones first."""
 LANES = 2
 """Blocks of one turn, as one batched product: two CPU threads share two products better than one of this size."""
+MAX_LANES = 8
+"""Blocks of one turn at most, if they are smaller than the largest: a turn pays for one hand-out to the threads for each product."""
 SHARE = 16
-"""A turn of blocks above 64 holds at most 1/SHARE of all rows: its temporaries count for little beside them."""
+"""A turn whose blocks are above 64 rows holds at most 1/SHARE of all rows: its temporaries count for little beside them."""
 
 
 class Blocks(NamedTuple):
     """The blocks of one `size`; none holds rows of two groups."""
 
     size: int
+    lanes: int
+    """Blocks of one turn."""
     num_rows: int
     block_end_E: jax.Array
     """Blocks of the groups up to and including e."""
@@ -26,8 +30,12 @@ class Blocks(NamedTuple):
     row_end_E: jax.Array
 
     def turn(self, number) -> "Turn":
-        """The blocks number * LANES and on. Beyond the last one, a lane stays with that one's group and owns no rows."""
-        return Turn(tuple(self._at(number * LANES + lane) for lane in range(LANES)))
+        """The blocks number * lanes and on. Beyond the last one, a lane stays with that one's group and owns no rows."""
+        return Turn(tuple(self._at(number * self.lanes + lane) for lane in range(self.lanes)))
+
+    @property
+    def num_turns(self):
+        return (self.block_end_E[-1] + self.lanes - 1) // self.lanes
 
     def _at(self, number) -> "Block":
         total = self.block_end_E[-1]
@@ -88,8 +96,7 @@ def over_blocks(body, sums, group_sizes_E, num_rows: int):
     """`sums = body(turn, sums)` until every block had its turn, those of one size after the other."""
     for blocks in _cut(group_sizes_E, num_rows):
         step = lambda number, sums, blocks: body(blocks.turn(number), sums)
-        turns = (blocks.block_end_E[-1] + LANES - 1) // LANES
-        sums = jax.lax.fori_loop(0, turns, functools.partial(step, blocks=blocks), sums)
+        sums = jax.lax.fori_loop(0, blocks.num_turns, functools.partial(step, blocks=blocks), sums)
     return sums
 
 
@@ -100,13 +107,15 @@ def _cut(group_sizes_E, num_rows: int):
     row_end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     first_E = row_end_E - group_sizes_E
     for size, smaller in zip(sizes, [*sizes[1:], 2 * (sizes[-1] - 1)], strict=True):  # the last size takes all that is left
+        # as many rows as a turn of the largest; of each block's weight there is a copy, which should stay few beside the weights
+        lanes = min(LANES * full // size, MAX_LANES, max(LANES, len(group_sizes_E)))
         num_E = (jnp.maximum(row_end_E - first_E, 0) + smaller // 2) // size
         block_end_E = jnp.cumsum(num_E, dtype=jnp.int32)
         if size != sizes[-1]:  # what would not fill a turn is cut smaller
-            block_end_E = jnp.minimum(block_end_E, block_end_E[-1] // LANES * LANES)
+            block_end_E = jnp.minimum(block_end_E, block_end_E[-1] // lanes * lanes)
             num_E = jnp.diff(block_end_E, prepend=0)
         first_E = first_E + num_E * size
-        yield Blocks(size, num_rows, block_end_E, first_E - block_end_E * size, row_end_E)
+        yield Blocks(size, lanes, num_rows, block_end_E, first_E - block_end_E * size, row_end_E)
 
 
 def transposed(x_NbD):

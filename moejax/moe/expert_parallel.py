@@ -16,7 +16,7 @@ from moejax.moe.dispatch import kept
 from moejax.moe.overlap import Beside, Trip, travel
 from moejax.moe.topology import distance
 from moejax.moe.transport import Peers, Traffic
-from moejax.parallel.axes import ROWS, TOKENS
+from moejax.parallel.axes import ROWS, TOKENS, over_single_axes
 
 
 class Visit(NamedTuple):
@@ -103,7 +103,8 @@ def expert_parallel(x_BLD, ids_BLK, probs_BLK, params, *, apply_experts, config:
     num_devices = mesh.shape["expert"]
     beside = beside or Beside(None, {}, lambda weights, x_BLD: x_BLD, lambda weights, rows: rows)
     (arrays, specs), (other_arrays, other_specs) = (_parted(group) for group in (params, beside.params))
-    in_specs = (ROWS, ROWS, ROWS, specs, P(), ROWS, other_specs)
+    split = functools.partial(jax.tree.map, functools.partial(over_single_axes, mesh), is_leaf=lambda leaf: isinstance(leaf, P))
+    in_specs = (*split((ROWS, ROWS, ROWS, specs)), P(), *split((ROWS, other_specs)))
 
     @functools.partial(jax.shard_map, in_specs=in_specs, out_specs=(ROWS, ROWS, P()), check_vma=False)
     def on_each_device(x_BLD, ids_BLK, probs_BLK, arrays, control, other_BLD, other_arrays):

@@ -32,6 +32,16 @@ def spec(axes: tuple[str | None, ...]) -> P:
     return P(*dims)
 
 
+def over_single_axes(mesh, place: P) -> P:
+    """The same place, split also over the mesh's axes of size 1.
+
+    shard_map's backward sums a gradient over the axes that its place does not name, and XLA's CPU backend copies for a sum over one device.
+    """
+    dims = [(dim,) if isinstance(dim, str) else dim or () for dim in place] or [()]
+    single = tuple(axis for axis, size in mesh.shape.items() if size == 1 and not any(axis in dim for dim in dims))
+    return P((*dims[0], *single), *dims[1:])
+
+
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """NamedSharding of a weight on `mesh`."""
     return NamedSharding(mesh, spec(axes))

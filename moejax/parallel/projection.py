@@ -32,7 +32,9 @@ def _grads(spec, placed, saved, dy):
     x, w = saved
     (in_x, in_w), out = spec.split("->")[0].split(","), spec.split("->")[1]
     dx = jnp.einsum(f"{out},{in_w}->{in_x}", dy, _gathered(w.astype(x.dtype), placed))
-    dw = jnp.einsum(f"{in_x},{out}->{in_w}", x, dy, preferred_element_type=w.dtype).astype(w.dtype)
+    # both are summed over their first dims: a CPU turns the product's first operand, which shall be the smaller one
+    (first, a), (second, b) = sorted(((in_x, x), (out, dy)), key=lambda operand: operand[1].size)
+    dw = jnp.einsum(f"{first},{second}->{in_w}", a, b, preferred_element_type=w.dtype).astype(w.dtype)
     for dim, axes in _split_dims(placed):
         dw = jax.lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
     return dx, dw

@@ -87,6 +87,8 @@ def _grads(scale, window, kept, do_BLHM):
             tiles.queries(x, number) for x in (q_BGLNC, do_BGLNM, log_total_BGLN1, delta_BGLN1)
         )
         sees = tiles.visibility(number)
+        flat = lambda x_BGQNX: x_BGQNX.reshape(*x_BGQNX.shape[:2], -1, x_BGQNX.shape[-1])
+        q_BGCR, do_BGMR = jax.lax.optimization_barrier(tuple(flat(x).swapaxes(2, 3) for x in (q_BGQNC, do_BGQNM)))  # R: Q and N
 
         def add(tile, sums):
             dk_BGCK, dv_BGMK, dq_BGQNC = sums
@@ -94,9 +96,8 @@ def _grads(scale, window, kept, do_BLHM):
             probs_BGQNT = jnp.exp(_scores(dot, q_BGQNC, k_BGTC, sees(tile), scale) - log_total_BGQN1)
             dprobs_BGQNT = dot("BGQNM,BGTM->BGQNT", do_BGQNM, v_BGTM)
             dscores_BGQNT = (scale * probs_BGQNT * (dprobs_BGQNT - delta_BGQN1)).astype(q_BLHC.dtype)
-            # the small operand comes first: its transpose, not that of the scores, is what the product needs
-            dk_BGCT = dot("BGQNC,BGQNT->BGCT", q_BGQNC, dscores_BGQNT)
-            dv_BGMT = dot("BGQNM,BGQNT->BGMT", do_BGQNM, probs_BGQNT.astype(do_BLHM.dtype))
+            dk_BGCT = dot("BGCR,BGRT->BGCT", q_BGCR, flat(dscores_BGQNT))
+            dv_BGMT = dot("BGMR,BGRT->BGMT", do_BGMR, flat(probs_BGQNT.astype(do_BLHM.dtype)))
             dq_BGQNC += dot("BGQNT,BGTC->BGQNC", dscores_BGQNT, k_BGTC)
             return tiles.add_keys(dk_BGCK, dk_BGCT, tile), tiles.add_keys(dv_BGMK, dv_BGMT, tile), dq_BGQNC
 
@@ -106,7 +107,8 @@ def _grads(scale, window, kept, do_BLHM):
 
     zeros = vary_alike(*(jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), inside) for x in (k_BGKC, v_BGKM)), do_BLHM)[:2]
     (dk_BGCK, dv_BGMK), dq = jax.lax.scan(backward, zeros, jnp.arange(tiles.num_blocks))
-    dk_BSGC, dv_BSGM = (x.transpose(0, 3, 1, 2)[:, : tiles.num_keys] for x in (dk_BGCK, dv_BGMK))
+    # turned on its own: a fusion of what comes next (a rotation) would read it column by column
+    dk_BSGC, dv_BSGM = (jax.lax.optimization_barrier(x.transpose(0, 3, 1, 2))[:, : tiles.num_keys] for x in (dk_BGCK, dv_BGMK))
     dsinks_H = None
     if sinks_H is not None:
         dsinks_H = -jnp.sum(jnp.exp(sinks_H.astype(inside) - log_total_BLH) * delta_BLH, axis=(0, 1)).astype(sinks_H.dtype)

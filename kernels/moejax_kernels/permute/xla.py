@@ -35,9 +35,10 @@ def _unpermute_grads(saved, dy_TD):
     source_R1, row_R1 = plan.source_R[:, None], jnp.arange(y_RD.shape[0])[:, None]
     mine_RK = (source_R1 >= 0) & (plan.slot_TK[plan.source_R] == row_R1)
     prob_R1 = jnp.sum(jnp.where(mine_RK, probs_TK[plan.source_R], 0), axis=1, keepdims=True).astype(inside)
-    dy_RD = (prob_R1 * _rows(dy_TD, plan.source_R).astype(inside)).astype(y_RD.dtype)
-    dprobs_TK = jnp.stack([jnp.sum(_rows(y_RD, slot_T).astype(inside) * dy_TD.astype(inside), axis=1) for slot_T in plan.slot_TK.T], axis=1)
-    return dy_RD, None, dprobs_TK.astype(probs_TK.dtype)
+    dy_RD = _rows(dy_TD, plan.source_R).astype(inside)  # before its weight
+    dprob_R1 = jnp.sum(y_RD.astype(inside) * dy_RD, axis=1, keepdims=True)
+    dprobs_TK = _rows(dprob_R1, plan.slot_TK.reshape(-1)).reshape(plan.slot_TK.shape)
+    return (prob_R1 * dy_RD).astype(y_RD.dtype), None, dprobs_TK.astype(probs_TK.dtype)
 
 
 unpermute.defvjp(_unpermute_save, _unpermute_grads)
