@@ -128,7 +128,8 @@ def initialize(config: ProcessConfig) -> Place | None:
     """Joins the other processes, and watches them from then on; does nothing in a run of one process.
 
     When a process dies, hangs or fails, each of the others ends within `config.timeout_s` seconds with exit code
-    `watch.EXIT_LOST` and a line on stderr that names the process and its host. Call it before anything uses a device.
+    `watch.EXIT_LOST` and a line on stderr that names the process and its host. Call it before anything uses a device. On CPUs it turns
+    JAX's persistent compilation cache off.
 
     Returns:
       This process's place, or None for one process.
@@ -151,6 +152,11 @@ def initialize(config: ProcessConfig) -> Place | None:
         heartbeat_timeout_seconds=2 * config.timeout_s,  # an abort without a name; the watch is to come first
     )
     watch.start(place.coordinator, place.num_processes, place.process_id, timeout_s=config.timeout_s)
+    if jax.default_backend() == "cpu":
+        # XLA's CPU backend forgets the order between collectives in a loop and those beside it when it reads a program back (a resource of
+        # its own per sequence: ThunkSequenceSerDesProtobuf::FromProto in xla/backends/cpu/runtime/thunk_proto_serdes.cc). JAX gives the
+        # program to process 0 alone, whose collectives then meet others of the processes that compiled, and all wait for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
     return place
 
 

@@ -112,7 +112,7 @@ def take_part(mode, victim, port, process_id):
         if step == 3 and mode == "refuse" and process_id == victim:
             watch.report(ConfigError("data.sources.0.path is not there"))
         total = multihost_utils.process_allgather(np.full(3, process_id)).sum()
-    sys.stdout.write(f"sum {total}\n")
+    sys.stdout.write(f"sum {total}\nprograms read back: {jax.config.jax_enable_compilation_cache}\n")
 
 
 def stop_together(victim, process_id):
@@ -165,7 +165,7 @@ def start_pair(mode, victim):
 def test_two_processes_join_and_end():
     codes, _, outputs = start_pair("end", 0)
     assert codes == [0, 0], outputs[0][1][-2000:]
-    assert ["sum 3\n" in out for out, _ in outputs] == [True, True]
+    assert ["sum 3\nprograms read back: False\n" in out for out, _ in outputs] == [True, True]
     assert "moejax:" not in outputs[0][1] + outputs[1][1]
 
 

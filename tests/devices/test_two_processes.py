@@ -42,7 +42,12 @@ def start_pair(config, *flags, optim=SGD):
 
 def run_pair(config, *flags, optim=SGD):
     pair = start_pair(config, *flags, optim=optim)
-    outputs = [process.communicate(timeout=TIMEOUT_S) for process in pair]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.communicate()
     assert pair[0].returncode == pair[1].returncode and pair[0].returncode in (0, 1), "\n".join(out + err for out, err in outputs)
     return outputs
 
