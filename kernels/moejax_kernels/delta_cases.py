@@ -11,7 +11,11 @@ from moejax_kernels.segments import Segments
 
 @dataclasses.dataclass(frozen=True)
 class DeltaCase:
-    """One shape. `documents`: lengths from left to right, the same in every row, a negative one for padding; None: no segments."""
+    """One shape.
+
+    `documents`: lengths from left to right, the same in every row, a negative one for padding; None: no segments. `parents`: of each, the
+    number of the one that it continues, -1 for none; (): no trees.
+    """
 
     name: str
     rows: int
@@ -23,6 +27,7 @@ class DeltaCase:
     length: int = 0
     strong: bool = False
     """Log-decay down to -5 a token instead of -0.2."""
+    parents: tuple[int, ...] = ()
 
     def __str__(self):
         return self.name
@@ -37,7 +42,8 @@ class DeltaCase:
         if self.documents is None:
             return None
         ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(self.documents)])
-        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.tokens)))
+        tree = {child: parent for child, parent in enumerate(self.parents) if parent >= 0}
+        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.tokens)), [tree] * self.rows if tree else None)
 
     def arrays(self, dtype, *, seed: int, decay_per_channel: bool):
         """q, k, v, g, beta and an initial state; q and k of length 1."""

@@ -44,7 +44,7 @@ def inside(*arrays):
 GPU_WIDTHS = (64, 96, 128, 192, 256)
 
 
-def why_not_triton(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | None) -> str | None:
+def why_not_triton(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH) -> str | None:
     """Why the Triton kernels cannot take these inputs, as the end of a sentence; None if they can."""
     C, M = q_BLGC.shape[-1], v_BLHM.shape[-1]
     if C not in GPU_WIDTHS or M not in GPU_WIDTHS:
@@ -58,8 +58,6 @@ def why_not_triton(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | Non
             f"needs q, k and v all in bfloat16 or all in float32, and g and beta no wider, got q, k, v {', '.join(dtypes)}, "
             f"g {g.dtype.name}, beta {beta_BLH.dtype.name}. Cast them, or pass implementation='xla'."
         )
-    if segments is not None and segments.index_BL is not None:
-        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
     return None
 
 

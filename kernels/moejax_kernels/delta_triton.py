@@ -3,7 +3,8 @@
 Rows are cut into chunks of 64 tokens; documents begin and end anywhere. Forward 3 launches (matrices of each chunk; scan of the
 states; outputs), backward 4 (replay; scan; gradients of the matrices; gradients of the inputs), 5 with one decay per head (what the
 pairs of tokens give to it), and a sum over each group of value heads where these share keys. Kept for the backward pass: the inputs,
-two 64 x 64 matrices per chunk and head, and the state that enters each chunk; the rest is computed again. Source: the WY form of Yang
+two 64 x 64 matrices per chunk and head, and the state that enters each chunk; the rest is computed again. A tree of segments is laid out
+anew, each segment in chunks of its own, and the scans read and leave states in slots, one per segment. Source: the WY form of Yang
 et al. 2024, "Gated Delta Networks", and of the Kimi Linear tech report, arXiv 2510.26692; division of the work as in
 fla-org/flash-linear-attention `fla/ops/kda`.
 """
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moejax_kernels import delta_inputs, delta_states, gpu
 from moejax_kernels import delta_triton_backward as backward
 from moejax_kernels import delta_triton_forward as forward
 from moejax_kernels import delta_triton_gradients as gradients
-from moejax_kernels import gpu
 from moejax_kernels.delta_triton_chunk import CHUNK, choices
 from moejax_kernels.saved import CHUNK_STATES
 from moejax_kernels.triton_launch import launch
@@ -37,6 +38,8 @@ class Setup:
     scale: float
     packed: bool
     per_channel: bool
+    slots: int
+    """States that the chunks leave behind: the row's last one alone, or those of a tree's segments, zeros and the initial one."""
     dtype: str
     """Of q, k, v and of what is kept: bfloat16, or float32 for matmuls with float32 operands."""
 
@@ -54,6 +57,10 @@ class Setup:
         """An array with one `shape` per chunk and head."""
         return jax.ShapeDtypeStruct((self.rows, self.heads, self.num_chunks, *shape), dtype or self.dtype)
 
+    def per_slot(self):
+        """An array with one state per slot and head."""
+        return jax.ShapeDtypeStruct((self.rows, self.heads, self.slots, self.key_dim, self.value_dim), "float32")
+
     def per_token(self, num_heads: int, *width: int, dtype=None):
         """An array [B, L, num_heads, ...]."""
         return jax.ShapeDtypeStruct((self.rows, self.length, num_heads, *width), dtype or self.dtype)
@@ -64,8 +71,10 @@ class Setup:
 
     def tiles(self, kernel: str, *, key: bool = True, value: bool = True) -> dict:
         """Launch options of a kernel: warps, and the channels of keys and values that it takes at a time."""
-        on_a100 = "A100" in (gpu.device_kind() or "")
-        tiles = ((NARROW if self.key_dim <= 128 else NARROW_WIDE_KEYS) if on_a100 else TILES)[kernel]
+        tiles = TILES[kernel]
+        if "A100" in (gpu.device_kind() or ""):
+            narrow = NARROW if self.key_dim <= 128 else NARROW_WIDE_KEYS
+            tiles = (narrow | NARROW_TREES if self.slots > 1 else narrow)[kernel]
         options = {"num_warps": tiles.warps}
         options |= {"BC": block(self.key_dim, tiles.key)} if key else {}
         return options | ({"BM": block(self.value_dim, tiles.value)} if value else {})
@@ -87,6 +96,7 @@ class Setup:
             "CP": 1 << (self.key_dim - 1).bit_length(),
             "M": self.value_dim,
             "PACKED": self.packed,
+            "SLOTS": self.slots,
             "PER_CHANNEL": self.per_channel,
             "FULL": self.dtype == "float32",
         }
@@ -128,6 +138,8 @@ NARROW = TILES | {
 """For an A100, whose matmuls read their operands from registers."""
 NARROW_WIDE_KEYS = NARROW | {"carry_state": Tiles(warps=8, value=32), "carry_gradient": Tiles(warps=8, value=16)}
 """For an A100 and keys of more than 128 channels."""
+NARROW_TREES = {"carry_state": Tiles(warps=8, value=16), "carry_gradient": Tiles(warps=8, value=16)}
+"""For an A100 and trees, where the places of the slots take registers too."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
 
 
@@ -136,8 +148,8 @@ def _or_any(setup: Setup, ids, starts, never_read):
     return (ids, starts) if setup.packed else (never_read, never_read)
 
 
-def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts):
-    """Outputs, final state, and what the backward pass needs beside the inputs."""
+def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts, route):
+    """Outputs, the states left in the slots, and what the backward pass needs beside the inputs."""
     ids, starts = _or_any(setup, ids, starts, beta)
     C, M = setup.key_dim, setup.value_dim
     square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
@@ -150,14 +162,15 @@ def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts):
         **setup.constants(*COMMON),
     )
     tiles = setup.tiles("carry_state", key=False)
-    states, written, final = launch(
+    states, written, slots = launch(
         forward.carry_state,
-        *(w, u, kg, past, past if initial is None else initial),
-        out_type=[setup.per_chunk(C, M), by_value, jax.ShapeDtypeStruct((setup.rows, setup.heads, C, M), "float32")],
+        *(w, u, kg, past, past if initial is None else initial, past if route is None else route),
+        out_type=[setup.per_chunk(C, M), by_value, setup.per_slot()],
+        zeroed=() if route is None else (2,),
         grid=(M // tiles["BM"], setup.rows * setup.heads),
         **tiles,
         INITIAL=initial is not None,
-        **setup.constants("N", "C", "CP", "M", "FULL"),
+        **setup.constants("N", "H", "C", "CP", "M", "SLOTS", "FULL"),
     )
     tiles = setup.tiles("outputs")
     (o,) = launch(
@@ -168,24 +181,24 @@ def _forward(setup: Setup, q, k, v, g, beta, initial, ids, starts):
         **tiles,
         **setup.constants(*COMMON),
     )
-    return o, final, (inverse, qk, states)
+    return o, slots, (inverse, qk, states)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(setup: Setup, q, k, v, g, beta, initial, ids, starts):
-    o, final, _ = _forward(setup, q, k, v, g, beta, initial, ids, starts)
-    return o, final
+def _rule(setup: Setup, q, k, v, g, beta, initial, ids, starts, route):
+    o, slots, _ = _forward(setup, q, k, v, g, beta, initial, ids, starts, route)
+    return o, slots
 
 
 def _save(setup: Setup, *inputs):
-    o, final, kept = _forward(setup, *inputs)
+    o, slots, kept = _forward(setup, *inputs)
     o, kept = checkpoint_name((o, kept), CHUNK_STATES)
-    return (o, final), (inputs, kept)
+    return (o, slots), (inputs, kept)
 
 
 def _backward(setup: Setup, saved, cotangents):
-    (q, k, v, g, beta, initial, ids, starts), (inverse, qk, states) = saved
-    do, dfinal = cotangents
+    (q, k, v, g, beta, initial, ids, starts, route), (inverse, qk, states) = saved
+    do, dleft = cotangents
     ids, starts = _or_any(setup, ids, starts, beta)
     C, M, H = setup.key_dim, setup.value_dim, setup.heads
     square, by_key, by_value = setup.per_chunk(CHUNK, CHUNK), setup.per_chunk(CHUNK, C), setup.per_chunk(CHUNK, M)
@@ -198,13 +211,13 @@ def _backward(setup: Setup, saved, cotangents):
         **setup.constants(*COMMON),
     )
     tiles = setup.tiles("carry_gradient", key=False)
-    du, dstates, dinitial = launch(
+    du, dstates, dslots = launch(
         backward.carry_gradient,
-        *(w, qg, kg, past, do, dwritten, dfinal),
-        out_type=[by_value, states, jax.ShapeDtypeStruct(dfinal.shape, "float32" if initial is None else initial.dtype)],
+        *(w, qg, kg, past, do, dwritten, dleft, past if route is None else route),
+        out_type=[by_value, states, setup.per_slot()],
         grid=(M // tiles["BM"], setup.rows * H),
         **tiles,
-        **setup.constants("L", "N", "H", "C", "CP", "M", "FULL"),
+        **setup.constants("L", "N", "H", "C", "CP", "M", "SLOTS", "FULL"),
     )
     da, dqk, dvalue, dv, dbeta = launch(
         backward.matrix_gradients,
@@ -215,12 +228,12 @@ def _backward(setup: Setup, saved, cotangents):
         **setup.constants("L", "N", "H", "M", "PACKED", "FULL"),
     )
     dq, dk, dg, dbeta = _input_gradients(setup, saved[0], states, dstates, written, dvalue, do, (da, dqk, dbeta))
-    return dq, dk, dv, dg, dbeta, None if initial is None else dinitial, None, None
+    return dq, dk, dv, dg, dbeta, None if initial is None else dslots[:, :, -1].astype(initial.dtype), None, None, None
 
 
 def _input_gradients(setup: Setup, inputs, states, dstates, written, dvalue, do, pairs):
     """Of q, k, g and beta, from those of the chunks' states and matrices."""
-    q, k, _, g, beta, _, ids, starts = inputs
+    q, k, _, g, beta, _, ids, starts, _ = inputs
     ids, starts = _or_any(setup, ids, starts, beta)
     C, H, square = setup.key_dim, setup.heads, setup.per_chunk(CHUNK, CHUNK)
     grouped = setup.key_heads != H
@@ -260,7 +273,11 @@ _rule.defvjp(_save, _backward)
 
 def delta_rule(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, *, segments, initial_state_BHCM, scale: float | None):
     """Outputs [B, L, H, M] and the state after each row's last token; g [B, L, H, C] or [B, L, H]."""
-    B, L, G, C = q_BLGC.shape
+    arrays, tree = (q_BLGC, k_BLGC, v_BLHM, g, beta_BLH), None
+    if segments is not None and segments.index_BL is not None:
+        tree = delta_states.Tree.build(segments, CHUNK)
+        arrays = [tree.lay_out(x_BLa, tree.num_chunks * CHUNK) for x_BLa in delta_inputs.clear_padding(segments, arrays)]
+    B, L, G, C = arrays[0].shape
     H, M = v_BLHM.shape[2:]
     setup = Setup(
         rows=B,
@@ -270,9 +287,14 @@ def delta_rule(q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, *, segments, initial_state_B
         key_dim=C,
         value_dim=M,
         scale=float(C**-0.5 if scale is None else scale),
-        packed=segments is not None,
+        packed=segments is not None and tree is None,
         per_channel=g.ndim == 4,
+        slots=1 if tree is None else tree.num_segments + 2,
         dtype=v_BLHM.dtype.name,
     )
-    borders = (None, None) if segments is None else (jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL))
-    return _rule(setup, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, initial_state_BHCM, *borders)
+    borders = (jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL)) if setup.packed else (None, None)
+    if tree is None:
+        o_BLHM, slots_BHUCM = _rule(setup, *arrays, initial_state_BHCM, *borders, None)
+        return o_BLHM, slots_BHUCM[:, :, 0]
+    o_BPHM, slots_BHUCM = _rule(setup, *arrays, initial_state_BHCM, *borders, jnp.stack([slot_NB.T for slot_NB in tree.route], axis=-1))
+    return tree.collect(o_BPHM), tree.final(slots_BHUCM.transpose(2, 0, 1, 3, 4))

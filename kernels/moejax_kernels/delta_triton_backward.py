@@ -14,6 +14,7 @@ from moejax_kernels.delta_triton_chunk import (
     put_rows,
     rows,
     same_document,
+    stations,
     tile,
     to_end,
 )
@@ -59,19 +60,32 @@ def replay(
 
 @triton.jit
 def carry_gradient(
-    w_ptr, qg_ptr, kg_ptr, past_ptr, do_ptr, dwritten_ptr, dfinal_ptr,
-    du_ptr, dstates_ptr, dinitial_ptr,
+    w_ptr, qg_ptr, kg_ptr, past_ptr, do_ptr, dwritten_ptr, dleft_ptr, route_ptr,
+    du_ptr, dstates_ptr, dslots_ptr,
     L: tl.constexpr, N: tl.constexpr, H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    FULL: tl.constexpr,
+    SLOTS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first, per head and block of value channels: gradients of the states and of u."""
+    """From the last chunk to the first, per head and block of value channels: gradients of the states and of u.
+
+    dleft: of what `carry_state` leaves in the slots. dslots: of the initial state; in a tree all slots, each with what the segments that
+    read it have given it by the time its own segment's last chunk is reached.
+    """
     m0, bh = tl.program_id(0) * BM, tl.program_id(1)
     b, h = bh // H, bh % H
     c = tl.arange(0, CP)
-    dstate = tl.load(tile(dfinal_ptr, bh, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0).to(tl.float32)
+    dstate = tl.load(tile(dleft_ptr, bh * SLOTS, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0)
+    if SLOTS > 1:
+        for slot in range(SLOTS):
+            dleft = tl.load(tile(dleft_ptr, bh * SLOTS + slot, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0)
+            tl.store(tile(dslots_ptr, bh * SLOTS + slot, 0, m0, C, M, CP, BM), dleft, mask=(c < C)[:, None])
+        tl.debug_barrier()
     for step in range(N):
         n = N - 1 - step
         index = bh.to(tl.int64) * N + n
+        if SLOTS > 1:
+            _, own, after = stations(route_ptr, b, n, N)
+            if own != after:  # the last chunk of a segment
+                dstate = tl.load(tile(dslots_ptr, bh * SLOTS + own, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0)
         tl.store(tile(dstates_ptr, index, 0, m0, C, M, CP, BM), dstate.to(dstates_ptr.dtype.element_ty), mask=(c < C)[:, None])
         w = tl.load(tile(w_ptr, index, 0, 0, T, C, T, CP), mask=(c < C)[None, :], other=0.0)
         qg = tl.load(tile(qg_ptr, index, 0, 0, T, C, T, CP), mask=(c < C)[None, :], other=0.0)
@@ -82,7 +96,14 @@ def carry_gradient(
         put(tile(du_ptr, index, 0, m0, T, M, T, BM), du)
         decay = tl.load(past_ptr + index * C + c, mask=c < C, other=0.0)
         dstate = decay[:, None] * dstate + dot(tl.trans(qg), do, FULL) - dot(tl.trans(w), du, FULL)
-    tl.store(tile(dinitial_ptr, bh, 0, m0, C, M, CP, BM), dstate.to(dinitial_ptr.dtype.element_ty), mask=(c < C)[:, None])
+        if SLOTS > 1:
+            source, own, _ = stations(route_ptr, b, n, N)
+            if source != own:  # the first one
+                at = tile(dslots_ptr, bh * SLOTS + source, 0, m0, C, M, CP, BM)
+                tl.store(at, dstate + tl.load(at, mask=(c < C)[:, None], other=0.0), mask=(c < C)[:, None])
+                tl.debug_barrier()
+    if SLOTS == 1:
+        tl.store(tile(dslots_ptr, bh, 0, m0, C, M, CP, BM), dstate, mask=(c < C)[:, None])
 
 
 @triton.jit

@@ -164,6 +164,13 @@ def past(g, label, n, BC: tl.constexpr):
 
 
 @triton.jit
+def stations(route_ptr, b, n, N: tl.constexpr):
+    """Of a chunk in a tree: the slot of the state that enters it, its segment's own, and that of the chunk after it (-1: there is none)."""
+    at = route_ptr + (b * N + n) * 2
+    return tl.load(at), tl.load(at + 1), tl.load(at + 3, mask=n + 1 < N, other=-1)
+
+
+@triton.jit
 def tile(ptr, index, row0, c0, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Addresses of [ROWS, COLUMNS] at (row0, c0) of the index-th matrix [HEIGHT, WIDTH]."""
     at = (row0 + tl.arange(0, ROWS))[:, None] * WIDTH + c0 + tl.arange(0, COLUMNS)[None, :]

@@ -19,6 +19,7 @@ from moejax_kernels.delta_triton_chunk import (
     rows,
     same_document,
     split_at,
+    stations,
     through,
     tile,
     to_end,
@@ -116,18 +117,28 @@ def chunk_matrices(
 
 @triton.jit
 def carry_state(
-    w_ptr, u_ptr, kg_ptr, past_ptr, initial_ptr, states_ptr, written_ptr, final_ptr,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    INITIAL: tl.constexpr, FULL: tl.constexpr,
+    w_ptr, u_ptr, kg_ptr, past_ptr, initial_ptr, route_ptr, states_ptr, written_ptr, slots_ptr,
+    N: tl.constexpr, H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    SLOTS: tl.constexpr, INITIAL: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """From chunk to chunk, per head and block of value channels: `written = u - w S; S <- past S + kg' written`."""
+    """From chunk to chunk, per head and block of value channels: `written = u - w S; S <- past S + kg' written`.
+
+    One slot: it gets the row's last state. In a tree each segment leaves its last state in its own, the initial one stands in the last.
+    """
     m0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CP)
     state = tl.zeros([CP, BM], tl.float32)
     if INITIAL:
         state = tl.load(tile(initial_ptr, bh, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0).to(tl.float32)
+    if SLOTS > 1:
+        tl.store(tile(slots_ptr, bh * SLOTS + SLOTS - 1, 0, m0, C, M, CP, BM), state, mask=(c < C)[:, None])
+        tl.debug_barrier()
     for n in range(N):
         index = bh * N + n
+        if SLOTS > 1:
+            source, own, _ = stations(route_ptr, bh // H, n, N)
+            if source != own:  # the first chunk of a segment
+                state = tl.load(tile(slots_ptr, bh * SLOTS + source, 0, m0, C, M, CP, BM), mask=(c < C)[:, None], other=0.0)
         tl.store(tile(states_ptr, index, 0, m0, C, M, CP, BM), state.to(states_ptr.dtype.element_ty), mask=(c < C)[:, None])
         w = tl.load(tile(w_ptr, index, 0, 0, T, C, T, CP), mask=(c < C)[None, :], other=0.0)
         kg = tl.load(tile(kg_ptr, index, 0, 0, T, C, T, CP), mask=(c < C)[None, :], other=0.0)
@@ -135,7 +146,13 @@ def carry_state(
         put(tile(written_ptr, index, 0, m0, T, M, T, BM), written)
         decay = tl.load(past_ptr + index * C + c, mask=c < C, other=0.0)
         state = decay[:, None] * state + dot(tl.trans(kg), written, FULL)
-    tl.store(tile(final_ptr, bh, 0, m0, C, M, CP, BM), state.to(final_ptr.dtype.element_ty), mask=(c < C)[:, None])
+        if SLOTS > 1:
+            _, own, after = stations(route_ptr, bh // H, n, N)
+            if own != after:  # the last one
+                tl.store(tile(slots_ptr, bh * SLOTS + own, 0, m0, C, M, CP, BM), state, mask=(c < C)[:, None])
+                tl.debug_barrier()
+    if SLOTS == 1:
+        tl.store(tile(slots_ptr, bh, 0, m0, C, M, CP, BM), state, mask=(c < C)[:, None])
 
 
 @triton.jit

@@ -89,6 +89,27 @@ def test_documents_may_lie_anywhere(op, case):
     agree_with_the_definition(op, case.arrays(jnp.float32, seed=0, decay_per_channel=op == "kda"), case.segments())
 
 
+@pytest.mark.parametrize("initial", [True, False], ids=["state", "no_state"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DeltaCase("deep_and_another", 2, (70, 5, 64, -3, 30, 9), 1, 2, 64, 64, parents=(-1, 0, 1, -1, 0, -1)),
+        DeltaCase("between_padding", 1, (-2, 3, 130, 1, 20, -66), 1, 1, 64, 64, parents=(-1, -1, 1, 1, 3, -1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("op", OPS)
+def test_a_segment_goes_on_from_its_parents_end(op, case, initial):
+    """The second row of two ends after its third segment, so that chunks and slots are left over."""
+    segments = case.segments()
+    if case.rows == 2:
+        ids_BL, tree = np.array(segments.ids_BL), {child: parent for child, parent in enumerate(case.parents) if parent >= 0}
+        ids_BL[1] = np.where(ids_BL[1] < 3, ids_BL[1], -1)
+        segments = Segments.build(ids_BL, [tree, {child: parent for child, parent in tree.items() if child < 3}])
+    inputs = case.arrays(jnp.float32, seed=4, decay_per_channel=op == "kda")
+    agree_with_the_definition(op, inputs if initial else (*inputs[:5], None), segments)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_no_segments_and_no_initial_state(op):
     case = DeltaCase("plain", 2, None, 1, 1, 64, 64, length=67)

@@ -8,7 +8,6 @@ from moejax_kernels.delta_cases import DeltaCase
 from moejax_kernels.gated_delta.api import gated_delta
 from moejax_kernels.implementation import UnsupportedError
 from moejax_kernels.kda.api import kda
-from moejax_kernels.segments import Segments
 
 
 @pytest.mark.aot
@@ -23,8 +22,8 @@ def test_a_cpu_is_refused_by_name(op):
         op(*inputs[:5], implementation="triton_gpu")
 
 
-def why_not(case, dtype=jnp.bfloat16, segments=None):
-    return delta_inputs.why_not_triton(*case.shapes(dtype, decay_per_channel=True), segments)
+def why_not(case, dtype=jnp.bfloat16):
+    return delta_inputs.why_not_triton(*case.shapes(dtype, decay_per_channel=True))
 
 
 def test_the_kernels_say_which_inputs_they_take():
@@ -32,4 +31,3 @@ def test_the_kernels_say_which_inputs_they_take():
     assert why_not(fits) is None and why_not(fits, jnp.float32) is None
     assert "got C=40 (q is (1, 4, 1, 40)) and M=64" in (why_not(DeltaCase("narrow", 1, (4,), 1, 1, 40, 64)) or "")
     assert "got q, k, v float16, float16, float16" in (why_not(fits, jnp.float16) or "")
-    assert "segments with parents" in (why_not(fits, segments=Segments.build([[0, 0, 1, 1]], [{1: 0}])) or "")

@@ -1,5 +1,7 @@
 """KDA and Gated DeltaNet compiled for GPUs that are not there, at the shapes of real models: launches, registers, spills."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,19 +31,34 @@ def compile_both_ways(op, case, target):
     return targets.compile_for(target, both, inputs, segments, inputs[2], state)
 
 
+def kernels_of(op):
+    """Names, forward and backward."""
+    last = {"channel_gradients"} if op is kda else {"head_pairs", "head_gradients"}
+    return {"chunk_matrices", "carry_state", "outputs"}, {"replay", "carry_gradient", "matrix_gradients"} | last
+
+
 @pytest.mark.parametrize("target", targets.TARGETS)
 @pytest.mark.parametrize("op, case", CASES, ids=lambda x: str(x) if hasattr(x, "tokens") else x.__name__)
 def test_few_launches_and_no_spills(op, case, target):
     lowered, program = compile_both_ways(op, case, targets.TARGETS[target])
     uses = compiled.kernel_uses(lowered, targets.TARGETS[target])
-    last = {"channel_gradients"} if op is kda else {"head_pairs", "head_gradients"}
-    forward, backward = {"chunk_matrices", "carry_state", "outputs"}, {"replay", "carry_gradient", "matrix_gradients"} | last
+    forward, backward = kernels_of(op)
     assert {use.name for use in uses} == forward | backward <= set(delta_triton.TILES)
     assert [use for use in uses if use.spilled_bytes] == []
     launches = compiled.launches(program)
     assert launches["triton"] == len(forward | backward)
     others = sum(launches.values()) - launches["triton"]
     assert others <= (2 if op is kda else 5), launches  # sums over channel blocks, and of value heads that share keys
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize("op, case", CASES, ids=lambda x: str(x) if hasattr(x, "tokens") else x.__name__)
+def test_trees_take_the_same_kernels(op, case, target):
+    tree = dataclasses.replace(case, documents=(5000, 2000, 1192), parents=(-1, 0, 0))
+    lowered, _ = compile_both_ways(op, tree, targets.TARGETS[target])
+    uses = compiled.kernel_uses(lowered, targets.TARGETS[target])
+    assert {use.name for use in uses} == set.union(*kernels_of(op))
+    assert [use for use in uses if use.spilled_bytes] == []
 
 
 @pytest.mark.parametrize("width, target", WIDTHS)

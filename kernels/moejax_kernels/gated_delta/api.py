@@ -43,15 +43,16 @@ def gated_delta(
       computation: float32, or float64 where an input is. "xla" works on blocks that fit a cache and saves, per token and head, the
       inputs, 32 + M numbers, and a state per 16 tokens. "triton_gpu" keeps, beside the inputs, two 64 x 64 matrices and one state
       per head and 64 tokens, in v's dtype: 2*(128 + C*M/64) bytes a token and head in bfloat16.
-      Moves the inputs, o and what is kept once forward; these, do and the inputs' gradients once backward.
+      Moves the inputs, o and what is kept once forward; these, do and the inputs' gradients once backward. Segments with parents fill
+      whole chunks of their own (16 tokens in "xla", 64 in "triton_gpu"), for which inputs, o and gradients are moved once more.
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.
-      UnsupportedError: "triton_gpu" with segments that have parents, with other widths or dtypes, or without an NVIDIA GPU.
+      UnsupportedError: "triton_gpu" with other widths or dtypes, or without an NVIDIA GPU.
 
     Source: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; fla-org/flash-linear-attention `fla/ops/gated_delta_rule/naive.py`.
     """
     delta_inputs.check("gated_delta", q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments, initial_state_BHCM, decay_per_channel=False)
-    why_not = gpu.why_no_triton() or delta_inputs.why_not_triton(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments)
+    why_not = gpu.why_no_triton() or delta_inputs.why_not_triton(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH)
     run = choose("gated_delta", implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_not})
     return run(q_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments=segments, initial_state_BHCM=initial_state_BHCM, scale=scale)
