@@ -20,6 +20,7 @@ ACROSS_STRETCHES = (
     cases.ConvCase("document_over_three_stretches", 1, (3, 18, -4, 2), 33),
     cases.ConvCase("padding_at_the_stretch", 1, (5, -6, 8), 5),
     cases.ConvCase("two_channel_tiles", 1, (5, 4), 259),
+    cases.ConvCase("tree_over_stretches", 2, (11, 9, -3, 20, 2), 5, parents=(-1, 0, -1, 0, 3)),
 )
 
 
@@ -70,6 +71,14 @@ def test_kernels_match_the_definition(case, activation):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-6 * max(1.0, np.abs(theirs).max()))
 
 
+def test_a_tree_with_more_numbers_than_segments():
+    segments = Segments.build([[0] * 7 + [1] * 5, [0] * 2 + [1, 2] + [-1] * 8], [{1: 0}, {1: 0, 2: 1}], num_segments=5)
+    inputs = cases.ConvCase("rows", 2, None, 4, length=12).arrays(jnp.float32, seed=3)
+    want, got = (run(inputs, segments, cotangents_like(inputs), implementation=name) for name in ("reference", "triton_gpu"))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-6 * max(1.0, np.abs(theirs).max()))  # as above
+
+
 def test_without_history_and_with_a_weight_of_another_dtype():
     x, weight, _ = cases.ConvCase("plain", 2, (3, 7), 4).arrays(jnp.float32, seed=1)
     segments = cases.ConvCase("plain", 2, (3, 7), 4).segments()
@@ -103,8 +112,5 @@ def test_a_changed_document_changes_nothing_in_the_others():
 
 def test_what_the_kernels_cannot_take_is_named():
     x, weight, _ = cases.ConvCase("wrong", 1, (2, 3), 2).arrays(jnp.float32, seed=7)
-    tree = Segments.build(np.array([[0, 0, 1, 1, 1]]), [{1: 0}])
-    with pytest.raises(UnsupportedError, match="triton_gpu takes packed documents, not segments with parents"):
-        causal_conv(x, weight, segments=tree, implementation="triton_gpu")
     with pytest.raises(UnsupportedError, match="got x_BLD float32 and weight_D4 float16"):
         causal_conv(x, weight.astype(jnp.float16), implementation="triton_gpu")

@@ -1,5 +1,6 @@
 """causal_conv compiled for GPUs that are not there: launches and spills."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,10 +14,8 @@ from moejax.plan import compiled, targets
 pytestmark = pytest.mark.aot
 
 
-@pytest.mark.parametrize("case", cases.REAL, ids=str)
-@pytest.mark.parametrize("name", targets.TARGETS)
-def test_one_launch_forward_two_backward_and_no_spills(name, case):
-    target = targets.TARGETS[name]
+def compile_both_ways(case, target):
+    """Forward and backward, bfloat16."""
     call = functools.partial(causal_conv, segments=case.segments(), implementation="triton_gpu")
 
     def both_ways(x, weight, history, cotangent):
@@ -24,10 +23,27 @@ def test_one_launch_forward_two_backward_and_no_spills(name, case):
         return y, transpose(cotangent)
 
     x, weight, history = case.shapes(jnp.bfloat16)
-    lowered, program = targets.compile_for(target, both_ways, x, weight, history, x)
+    return targets.compile_for(target, both_ways, x, weight, history, x)
+
+
+@pytest.mark.parametrize("case", cases.REAL, ids=str)
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_one_launch_forward_two_backward_and_no_spills(name, case):
+    target = targets.TARGETS[name]
+    lowered, program = compile_both_ways(case, target)
     uses = compiled.kernel_uses(lowered, target)
     assert sorted(use.name for use in uses) == ["_backward", "_forward"]
     assert all(use.spilled_bytes == 0 for use in uses), uses
     launches = compiled.launches(program)
     assert launches.pop("triton") == 2
     assert sum(launches.values()) == 1, launches  # the sum of the weight's partial gradients
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_trees_take_the_same_kernels(name):
+    target = targets.TARGETS[name]
+    lowered, program = compile_both_ways(dataclasses.replace(cases.REAL[0], documents=(1500, 1300, 1296), parents=(-1, 0, 0)), target)
+    uses = compiled.kernel_uses(lowered, target)
+    assert sorted(use.name for use in uses) == ["_backward", "_forward"]
+    assert all(use.spilled_bytes == 0 for use in uses), uses
+    assert compiled.launches(program)["triton"] == 2

@@ -38,11 +38,12 @@ def causal_conv(
     Returns:
       y_BLD like x, computed in float32 (float64 where an input is) and rounded once, and history_B3D in x's dtype: the inputs of the
       row's last three tokens that are not padding, 0 where one is not of the last one's document. Moves 2*B*L*D*itemsize bytes
-      forward, about twice that backward. Saves its inputs alone for backward; "triton_gpu" launches once forward, twice backward.
+      forward, about twice that backward. Saves its inputs alone for backward; "triton_gpu" launches once forward, twice backward; for
+      segments with parents it moves x, y and their gradients once more, to and from a row with three more tokens a segment.
 
     Raises:
       ValueError: shapes that do not fit each other, inputs that are not floating point, an unknown activation.
-      UnsupportedError: "triton_gpu" with segments that have parents, with another dtype or without an NVIDIA GPU.
+      UnsupportedError: "triton_gpu" with another dtype or without an NVIDIA GPU.
 
     Source: the short convolution of Mamba (Gu and Dao 2023) as in Gated DeltaNet and KDA, arXiv 2412.06464 and 2510.26692.
     """
@@ -65,7 +66,7 @@ def causal_conv(
         )
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"causal_conv: activation={activation!r} is unknown; use 'silu' or None.")
-    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(x_BLD, weight_D4, segments)}
+    why_not = {"triton_gpu": gpu.why_no_triton() or _why_no_kernel(x_BLD, weight_D4)}
     run = choose("causal_conv", implementation, IMPLEMENTATIONS, why_not=why_not)
     return run(x_BLD, weight_D4, segments=segments, history_B3D=history_B3D, activation=activation)
 
@@ -76,9 +77,7 @@ def _shape(x_BLD):
     return x_BLD.shape
 
 
-def _why_no_kernel(x_BLD, weight_D4, segments) -> str | None:
-    if segments is not None and segments.index_BL is not None:
-        return "takes packed documents, not segments with parents. Pass implementation='xla', or build the segments without parent."
+def _why_no_kernel(x_BLD, weight_D4) -> str | None:
     if x_BLD.dtype not in GPU_DTYPES or weight_D4.dtype not in GPU_DTYPES:
         return (
             f"needs bfloat16 or float32 inputs, got x_BLD {x_BLD.dtype} and weight_D4 {weight_D4.dtype}. "

@@ -11,13 +11,18 @@ from moejax_kernels.segments import Segments
 
 @dataclasses.dataclass(frozen=True)
 class ConvCase:
-    """One shape. `documents`: lengths from left to right, the same in every row, a negative one for padding; None: no segments."""
+    """One shape.
+
+    `documents`: lengths from left to right, the same in every row, a negative one for padding; None: no segments. `parents`: of each, the
+    number of the one that it continues, -1 for none; (): no trees.
+    """
 
     name: str
     rows: int
     documents: tuple[int, ...] | None
     width: int
     length: int = 0
+    parents: tuple[int, ...] = ()
 
     def __str__(self):
         return self.name
@@ -32,7 +37,8 @@ class ConvCase:
         if self.documents is None:
             return None
         ids_L = np.concatenate([np.full(abs(length), number if length > 0 else -1) for number, length in enumerate(self.documents)])
-        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.tokens)))
+        tree = {child: parent for child, parent in enumerate(self.parents) if parent >= 0}
+        return Segments.build(np.broadcast_to(ids_L, (self.rows, self.tokens)), [tree] * self.rows if tree else None)
 
     def arrays(self, dtype, *, seed: int):
         """x, weight and history."""
@@ -54,6 +60,9 @@ SMALL = (
     ConvCase("padding", 2, (-2, 5, -1, 2, -4), 4),
     ConvCase("history_and_padding", 1, (2, -3), 4),
     ConvCase("nothing_but_padding", 1, (-5,), 4),
+    ConvCase("tree", 2, (5, 2, 3, -2, 4, 6), 4, parents=(-1, 0, 0, -1, 2, -1)),
+    ConvCase("chain_shorter_than_the_taps", 1, (1, 1, 1, 2, -1), 4, parents=(-1, 0, 1, 2, -1)),
+    ConvCase("tree_after_padding", 1, (-1, 2, 1, 4), 4, parents=(-1, -1, 1, 1)),
 )
 """Awkward ones, for tests."""
 

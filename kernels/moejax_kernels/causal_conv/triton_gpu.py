@@ -3,7 +3,8 @@
 A program owns some channels of a stretch of tokens and walks along it four tokens at a time, the last three inputs in registers:
 x is read once and y written once. Backward walks the same way with the gradients of the last three sums in registers too: it reads
 x and dy and writes dx, all once (and 3 tokens of x and dy more per stretch). The weight's gradient is summed per stretch, in
-registers, then over stretches: no atomics. Saved for backward: the inputs.
+registers, then over stretches: no atomics. Saved for backward: the inputs. In a tree copies of the three inputs before a segment are put
+in front of it, and the kernels run over that longer row.
 """
 
 # pyright: reportArgumentType=false
@@ -13,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax_kernels.causal_conv import xla
 from moejax_kernels.causal_conv.reference import TAPS
@@ -212,11 +214,36 @@ def _backward(
 
 
 def causal_conv(x_BLD, weight_D4, *, segments=None, history_B3D=None, activation="silu"):
-    """As `reference.causal_conv`, for segments without parents."""
+    """As `reference.causal_conv`."""
     history_B3D = None if history_B3D is None else history_B3D.astype(x_BLD.dtype)
-    borders = None if segments is None else (jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL))
-    y_BLD = _convolve(x_BLD, weight_D4, history_B3D, borders, activation)
+    if segments is not None and segments.index_BL is not None:
+        y_BLD = _over_trees(x_BLD, weight_D4, history_B3D, segments, activation)
+    else:
+        borders = None if segments is None else (jnp.asarray(segments.ids_BL), jnp.asarray(segments.starts_BL))
+        y_BLD = _convolve(x_BLD, weight_D4, history_B3D, borders, activation)
     return y_BLD, xla.history_after(x_BLD, history_B3D, segments)
+
+
+def _over_trees(x_BLD, weight_D4, history_B3D, segments, activation):
+    """Outputs of a tree: in a row of L + 3 U tokens segments are documents that bring the inputs before them along."""
+    (B, L, D), row_B1, back = x_BLD.shape, np.arange(x_BLD.shape[0])[:, None], TAPS - 1
+    index_BL, first_BU, ids_BL = (jnp.asarray(x) for x in (segments.index_BL, segments.first_BU, segments.ids_BL))
+    U = first_BU.shape[1]
+    start_BU = first_BU + back * jnp.arange(U, dtype=jnp.int32)
+    place_BL = jnp.arange(L, dtype=jnp.int32) + back * (index_BL + 1)
+    front_BN = jnp.concatenate([start_BU + back - 1 - n for n in range(back)], axis=1)
+
+    def lay_out(of_tokens, of_fronts):
+        longer = jnp.zeros((B, L + back * U, *of_tokens.shape[2:]), of_tokens.dtype)
+        longer = longer.at[row_B1, place_BL].set(of_tokens, unique_indices=True)
+        return longer.at[row_B1, front_BN].set(of_fronts, unique_indices=True)
+
+    history_B3D = jnp.zeros((B, back, D), x_BLD.dtype) if history_B3D is None else history_B3D
+    before = xla.inputs_before(jnp.concatenate([history_B3D, x_BLD], axis=1), segments)
+    id_BU = jnp.where(first_BU < L, ids_BL[row_B1, jnp.minimum(first_BU, L - 1)], -1)
+    borders = lay_out(ids_BL, jnp.tile(id_BU, back)), lay_out(start_BU[row_B1, index_BL], jnp.tile(start_BU, back))
+    y_BPD = _convolve(lay_out(x_BLD, jnp.concatenate(before, axis=1)), weight_D4, None, borders, activation)
+    return y_BPD[row_B1, place_BL]
 
 
 def _launch(kernel, x_BLD, weight_D4, history_B3D, borders, activation, *more, out_type):

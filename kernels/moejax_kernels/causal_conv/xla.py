@@ -64,14 +64,21 @@ def _from_parents(tape_BPD, weight_D4, segments):
     (B, L), row_B1 = previous_BL.shape, np.arange(previous_BL.shape[0])[:, None]
     start_BU = jnp.minimum(jnp.asarray(segments.first_BU), L - 1)
     length_BU = jnp.where(previous_BL[row_B1, start_BU] >= 0, segments.sizes(), 0)  # nothing to do for a document's first segment
-    before_BP = before_slots(segments)
-    back_BUD = [_at_slots(tape_BPD, slot_BU) for slot_BU in _chain(before_BP, before_BP[row_B1, start_BU + TAPS])]
+    back_BUD = inputs_before(tape_BPD, segments)
     sum_BLD = jnp.zeros((B, L, tape_BPD.shape[2]), weight_D4.dtype)
     for n in range(TAPS - 1):  # the n-th token of the segment, and its taps that lie before
         taps_BUD = sum(weight_D4[:, TAPS - 1 - tap] * back_BUD[tap - n - 1].astype(weight_D4.dtype) for tap in range(n + 1, TAPS))
         at_BU = jnp.where(n < length_BU, start_BU + n, L)
         sum_BLD = sum_BLD.at[row_B1, at_BU].add(taps_BUD, mode="drop")
     return sum_BLD
+
+
+def inputs_before(tape_BPD, segments):
+    """[B, U, D] three times: inputs of the last token before each segment of a tree, of the second last, of the third last; else 0."""
+    before_BP, L = before_slots(segments), segments.ids_BL.shape[1]
+    start_BU = jnp.minimum(jnp.asarray(segments.first_BU), L - 1)
+    slots = _chain(before_BP, jnp.take_along_axis(before_BP, start_BU + TAPS, axis=1))
+    return [_at_slots(tape_BPD, slot_BU) for slot_BU in slots]
 
 
 def _chain(before_BP, slot_BU):
