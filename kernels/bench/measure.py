@@ -39,9 +39,10 @@ def value_and_gradients(function: Callable, arrays, cotangents):
     return jax.jit(run).lower(arrays, cotangents).compile(), (arrays, cotangents)
 
 
-def compare(op: str, case: str, ways: dict[str, tuple], *, rounds: int) -> list[Row]:
-    """Runs all ways in turn, `rounds` times, and keeps the best of each: what others do on the machine meanwhile hits all alike.
+def compare(op: str, case: str, ways: dict[str, tuple], *, rounds: int, seconds: float = 0.0) -> list[Row]:
+    """Runs all ways in turn, at least `rounds` times and for at least so many seconds, and keeps the best of each.
 
+    What others do on the machine meanwhile hits all ways, but not alike: what lives in a cache suffers most, and for seconds on end.
     Each runs twice in its turn and the second run counts: the first fetches memory that the others gave back.
 
     Args:
@@ -51,7 +52,9 @@ def compare(op: str, case: str, ways: dict[str, tuple], *, rounds: int) -> list[
     for way, (compiled, _) in ways.items():
         memory = compiled.memory_analysis()
         rows.append(Row(op, case, way, memory.temp_size_in_bytes, memory.output_size_in_bytes))
-    for _ in range(rounds):
+    until_s = time.perf_counter() + seconds
+    while rounds > 0 or time.perf_counter() < until_s:
+        rounds -= 1
         for row, (compiled, arguments) in zip(rows, ways.values(), strict=True):
             jax.block_until_ready(compiled(*arguments))
             cpu, wall = time.process_time(), time.perf_counter()

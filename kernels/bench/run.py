@@ -1,6 +1,6 @@
 """Ops against other ways to the same result, forward and backward, on this machine's CPU: one table and one json.
 
-    python kernels/bench/run.py [op ...] [--rounds 5] [--all] [--json FILE]
+    python kernels/bench/run.py [op ...] [--rounds 5] [--seconds 20] [--all] [--json FILE]
 
 Times are the best of interleaved rounds: on a shared machine look at ratios within one run, never at times of two runs. CPU time adds up
 all threads. Temporaries are XLA's own count for the compiled program. Where a bar is set, it is the time on the clock (`speed_wall`) and
@@ -85,7 +85,8 @@ def table(rows: list[Row], found: list[dict]) -> str:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", help=f"of {', '.join(WAYS)}; none: all")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at least, of each case")
+    parser.add_argument("--seconds", type=float, default=20.0, help="at least, for each case")
     parser.add_argument("--all", action="store_true", help="every measured case")
     parser.add_argument("--json", help="file to write rows and ratios to; default: standard output after the table")
     options = parser.parse_args(arguments)
@@ -96,7 +97,7 @@ def main(arguments=None) -> int:
     for op in options.ops or WAYS:
         for case in importlib.import_module(f"moejax_kernels.{op}.cases").MEASURED:
             if options.all or case.name.startswith(SHOWN[op]):
-                rows += compare(op, case.name, WAYS[op](case), rounds=options.rounds)
+                rows += compare(op, case.name, WAYS[op](case), rounds=options.rounds, seconds=options.seconds)
     found = ratios(rows)
     report = {
         "jax": jax.__version__,

@@ -85,6 +85,10 @@ def test_rounds_are_interleaved_and_the_best_counts(bench):
             calls.append(self.name)
             return np.zeros(1)
 
-    rows = measure.compare("op", "case", {name: (Compiled(name), ()) for name in "ab"}, rounds=2)
+    ways = {name: (Compiled(name), ()) for name in "ab"}
+    rows = measure.compare("op", "case", ways, rounds=2)
     assert calls == ["a", "a", "b", "b"] * 2
     assert all(np.isfinite([row.cpu_s, row.wall_s]).all() and row.temporary_bytes == 3 for row in rows)
+    calls.clear()
+    measure.compare("op", "case", ways, rounds=1, seconds=0.1)
+    assert len(calls) > 4 and calls == ["a", "a", "b", "b"] * (len(calls) // 4)
