@@ -10,6 +10,8 @@ def check(op: str, q_BLGC, k_BLGC, v_BLHM, g, beta_BLH, segments: Segments | Non
     """Raises ValueError, with the numbers, for inputs that do not fit each other."""
     if q_BLGC.ndim != 4 or v_BLHM.ndim != 4:
         raise ValueError(f"{op}: q is [B, L, G, C] and v is [B, L, H, M], got q {q_BLGC.shape} and v {v_BLHM.shape}.")
+    if 0 in q_BLGC.shape or 0 in v_BLHM.shape:
+        raise ValueError(f"{op}: q is {q_BLGC.shape} and v is {v_BLHM.shape}; every size must be at least 1.")
     B, L, G, C = q_BLGC.shape
     H, M = v_BLHM.shape[2:]
     if H % G:

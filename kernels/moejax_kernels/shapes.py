@@ -2,6 +2,9 @@
 
 import jax.numpy as jnp
 
+MAY_BE_EMPTY = "RT"
+"""Letters of rows and tokens that experts may have none of; every other size is at least 1."""
+
 
 def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]:
     """The size of every letter in the arrays' names.
@@ -12,7 +15,7 @@ def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]
       arrays: name ending in its shape -> array; None is left out.
 
     Raises:
-      ValueError: number of dimensions, a size or the kind of dtype differs from what the names say.
+      ValueError: number of dimensions, a size or the kind of dtype differs from what the names say, or a size is 0 (see `MAY_BE_EMPTY`).
     """
     sizes, owner = {}, {}
     for name, array in arrays.items():
@@ -30,6 +33,8 @@ def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]
                     f"{op}: {name} is {shape}, so {letter}={size}, but {owner[letter]} has {letter}={sizes[letter]}. "
                     f"Give both the same {letter}."
                 )
+            if size == 0 and letter not in MAY_BE_EMPTY:
+                raise ValueError(f"{op}: {name} is {shape}, so {letter}=0; at least 1 is needed.")
             owner.setdefault(letter, f"{name} {shape}")
     return sizes
 

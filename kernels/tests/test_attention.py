@@ -181,6 +181,8 @@ def test_bad_inputs_say_what_would_work():
         attention(q, q, q, scale=1.0, window=0)
     with pytest.raises(ValueError, match="Build them from ids of that shape"):
         attention(q, q, q, scale=1.0, segments=Segments.whole(2, 6))
+    with pytest.raises(ValueError, match=r"q_BLHC is \(2, 0, 4, 8\), so L=0; at least 1 is needed"):
+        attention(q[:, :0], q, q, scale=1.0)
     with pytest.raises(ValueError, match="q_BLHC must hold floats, got int32"):
         attention(q.astype(jnp.int32), q, q, scale=1.0)
     with pytest.raises(UnsupportedError, match="available are triton_gpu, xla, reference"):

@@ -298,6 +298,8 @@ def test_wrong_inputs_are_named_with_their_shapes(op):
         op(q, k, v, g, beta, segments=Segments.whole(1, 5))
     with pytest.raises(ValueError, match=r"q is \[B, L, G, C\]"):
         op(q[0], k, v, g, beta)
+    with pytest.raises(ValueError, match=r"q is \(1, 0, 2, 4\) .* every size must be at least 1"):
+        op(q[:, :0], k[:, :0], v[:, :0], g[:, :0], beta[:, :0])
 
 
 def test_bfloat16_inputs_are_rounded_once_at_the_end():
