@@ -130,7 +130,7 @@ def api(op: str):
 
 
 @pytest.mark.parametrize("op", GPU_OPS)
-def test_on_a_gpu_a_tree_goes_to_an_implementation_that_takes_it(op, monkeypatch):
+def test_on_a_gpu_trees_run_on_the_kernels_and_the_last_choice_is_remembered(op, monkeypatch):
     module = importlib.import_module(f"moejax_kernels.{op}.api")
     monkeypatch.setattr(gpu, "why_no_triton", lambda: None)
     monkeypatch.setattr(module, "IMPLEMENTATIONS", {name: lambda *_, name=name, **__: name for name in module.IMPLEMENTATIONS})
@@ -138,11 +138,10 @@ def test_on_a_gpu_a_tree_goes_to_an_implementation_that_takes_it(op, monkeypatch
     monkeypatch.setattr(implementation, "CHOSEN", {})
     ids_BL = np.repeat([0, 1, 2], 8)[None]
     x_BLHC, weight_BLH = jnp.ones((1, 24, 1, 64), jnp.bfloat16), jnp.ones((1, 24, 1), jnp.float32)
-    run = lambda segments: GPU_OPS[op](x_BLHC, weight_BLH, segments)
-    assert run(Segments.build(ids_BL)) == "triton_gpu"
-    of_tree = run(Segments.build(ids_BL, parent=[{1: 0, 2: 0}]))
-    assert of_tree == implementation.CHOSEN[op] == ("triton_gpu" if op == "attention" else "xla")
-    assert run(Segments.build(ids_BL)) == implementation.CHOSEN[op] == "triton_gpu"  # the last choice, also if it was made before
+    run = lambda dtype, segments: GPU_OPS[op](x_BLHC.astype(dtype), weight_BLH, segments)
+    assert run("bfloat16", Segments.build(ids_BL)) == run("bfloat16", Segments.build(ids_BL, parent=[{1: 0, 2: 0}])) == "triton_gpu"
+    assert run("float16", Segments.build(ids_BL)) == implementation.CHOSEN[op] == "xla"
+    assert run("bfloat16", Segments.build(ids_BL)) == implementation.CHOSEN[op] == "triton_gpu"  # also if it was made before
 
 
 def test_pooled_index_keys_refuse_shared_prefixes_before_a_run():
