@@ -1,5 +1,6 @@
 """A context shard's effect on the recurrent state, which is affine: the op itself, run from the identity beside the zero state."""
 
+import jax
 import jax.numpy as jnp
 
 from moejax_kernels import delta_inputs
@@ -14,3 +15,10 @@ def summary(run, k_BLGC, v_BLHM, g, beta_BLH, *, segments, **options):
     v = jnp.concatenate([none_BLHC, v_BLHM], axis=-1)
     _, leaves = run(jnp.zeros_like(k_BLGC), k_BLGC, v, g, beta_BLH, segments=segments, initial_state_BHCM=enters, scale=1.0, **options)
     return leaves[..., :C], leaves[..., C:]
+
+
+def why_not_triton(k_BLGC, v_BLHM, g, beta_BLH) -> str | None:
+    """Why the Triton kernels cannot run `summary`, as the end of a sentence; None if they can."""
+    value_dim = v_BLHM.shape[3] + k_BLGC.shape[3]
+    wider = jax.ShapeDtypeStruct((*v_BLHM.shape[:3], value_dim), v_BLHM.dtype)
+    return delta_inputs.why_not_triton(k_BLGC, k_BLGC, wider, g, beta_BLH)

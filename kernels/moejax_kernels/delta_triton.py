@@ -71,10 +71,9 @@ class Setup:
 
     def tiles(self, kernel: str, *, key: bool = True, value: bool = True) -> dict:
         """Launch options of a kernel: warps, and the channels of keys and values that it takes at a time."""
-        tiles = TILES[kernel]
-        if "A100" in (gpu.device_kind() or ""):
-            narrow = NARROW if self.key_dim <= 128 else NARROW_WIDE_KEYS
-            tiles = (narrow | NARROW_TREES if self.slots > 1 else narrow)[kernel]
+        on_a100 = "A100" in (gpu.device_kind() or "")
+        table = (NARROW if self.key_dim <= 128 else NARROW_WIDE_KEYS) if on_a100 else TILES
+        tiles = (table if self.slots == 1 else table | TREES)[kernel]
         options = {"num_warps": tiles.warps}
         options |= {"BC": block(self.key_dim, tiles.key)} if key else {}
         return options | ({"BM": block(self.value_dim, tiles.value)} if value else {})
@@ -138,8 +137,8 @@ NARROW = TILES | {
 """For an A100, whose matmuls read their operands from registers."""
 NARROW_WIDE_KEYS = NARROW | {"carry_state": Tiles(warps=8, value=32), "carry_gradient": Tiles(warps=8, value=16)}
 """For an A100 and keys of more than 128 channels."""
-NARROW_TREES = {"carry_state": Tiles(warps=8, value=16), "carry_gradient": Tiles(warps=8, value=16)}
-"""For an A100 and trees, where the places of the slots take registers too."""
+TREES = {"carry_state": Tiles(warps=8, value=16), "carry_gradient": Tiles(warps=8, value=16)}
+"""For trees, where the places of the slots take registers too."""
 COMMON = ("SCALE", "L", "N", "G", "H", "C", "M", "PACKED", "PER_CHANNEL", "FULL")
 
 

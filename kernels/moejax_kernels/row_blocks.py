@@ -9,7 +9,7 @@ import jax.numpy as jnp
 BLOCKS = (512, 128, 32)
 """Rows of a block. A block pays for one read of its weight, so a group is cut into large ones first."""
 LANES = 2
-"""Blocks of one turn, as one batched product: two CPU threads share two products better than one of this size."""
+"""Blocks of one turn at least, as one batched product: two CPU threads share two products better than one of the largest size."""
 MAX_LANES = 8
 """Blocks of one turn at most, if they are smaller than the largest: a turn pays for one hand-out to the threads for each product."""
 SHARE = 16

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 MAY_BE_EMPTY = "RT"
 """Letters of rows and tokens that experts may have none of; every other size is at least 1."""
+MAX_SIZE = 2**31 - 1
 
 
 def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]:
@@ -15,12 +16,15 @@ def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]
       arrays: name ending in its shape -> array; None is left out.
 
     Raises:
-      ValueError: number of dimensions, a size or the kind of dtype differs from what the names say, or a size is 0 (see `MAY_BE_EMPTY`).
+      ValueError: number of dimensions, a size or the kind of dtype differs from what the names say, a size is 0 (see `MAY_BE_EMPTY`) or
+        beyond what an int32 counts, or something is no array.
     """
     sizes, owner = {}, {}
     for name, array in arrays.items():
         if array is None:
             continue
+        if not hasattr(array, "dtype"):
+            raise ValueError(f"{op}: {name} must be an array, got {type(array).__name__}.")
         letters, shape = name.rsplit("_", 1)[1], jnp.shape(array)
         if len(letters) != len(shape):
             raise ValueError(f"{op}: {name} must have {len(letters)} dimensions ({', '.join(letters)}), got shape {shape}.")
@@ -35,6 +39,10 @@ def check(op: str, *, integer: tuple[str, ...] = (), **arrays) -> dict[str, int]
                 )
             if size == 0 and letter not in MAY_BE_EMPTY:
                 raise ValueError(f"{op}: {name} is {shape}, so {letter}=0; at least 1 is needed.")
+            if size > MAX_SIZE:
+                raise ValueError(
+                    f"{op}: {name} is {shape}, and {letter}={size} is beyond {MAX_SIZE}: positions are int32. Split the arrays."
+                )
             owner.setdefault(letter, f"{name} {shape}")
     return sizes
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from moejax_kernels.delta_cases import DeltaCase
 from moejax_kernels.gated_delta.api import gated_delta
+from moejax_kernels.gated_delta.shards import gated_delta_shard_summary
 from moejax_kernels.kda.api import kda
+from moejax_kernels.kda.shards import kda_shard_summary
 from moejax_kernels.segments import Segments
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
@@ -108,6 +110,20 @@ def test_a_segment_goes_on_from_its_parents_end(op, case, initial):
         segments = Segments.build(ids_BL, [tree, {child: parent for child, parent in tree.items() if child < 3}])
     inputs = case.arrays(jnp.float32, seed=4, decay_per_channel=op == "kda")
     agree_with_the_definition(op, inputs if initial else (*inputs[:5], None), segments)
+
+
+@pytest.mark.parametrize("summary", [kda_shard_summary, gated_delta_shard_summary])
+def test_what_a_shard_hands_on_is_that_of_the_definition(summary):
+    case = DeltaCase("shard", 2, (40, -2, 30), 1, 2, 64, 64)
+    inputs = case.arrays(jnp.float32, seed=5, decay_per_channel=summary is kda_shard_summary)[1:5]
+    one_document = Segments.build(np.stack([np.asarray(case.segments().ids_BL)[0], np.zeros(72, np.int32)]))
+
+    def run(implementation):
+        out, pull = jax.vjp(lambda *inputs: summary(*inputs, segments=one_document, implementation=implementation), *inputs)
+        return *out, *pull(tuple(jnp.sin(7 * jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in out))
+
+    for got, want in zip(run("triton_gpu"), run("reference"), strict=True):
+        assert rms(np.asarray(got) - np.asarray(want)) <= 3e-6 * rms(want)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -173,3 +173,5 @@ def test_wrong_inputs_are_named_with_their_shapes():
         causal_conv(x, weight, segments=Segments.whole(1, 6))
     with pytest.raises(ValueError, match=r"x is \[B, L, D\]"):
         causal_conv(x[0], weight)
+    with pytest.raises(ValueError, match=r"x is \(1, 0, 2\); every size must be at least 1"):
+        causal_conv(x[:, :0], weight)

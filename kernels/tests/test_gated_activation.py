@@ -62,3 +62,5 @@ def test_bad_inputs_say_what_would_work():
         gated_activation(gate, gate, kind="situ")
     with pytest.raises(ValueError, match=r"gate_RF is float32 \(2, 3\), up_RF is float32 \(3, 2\)"):
         gated_activation(gate, gate.T)
+    with pytest.raises(ValueError, match="gate_RF and up_RF must hold floats, got int32"):
+        gated_activation(gate.astype(jnp.int32), gate.astype(jnp.int32))

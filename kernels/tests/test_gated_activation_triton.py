@@ -1,9 +1,7 @@
 """gated_activation's Triton kernels, interpreted on the CPU."""
 
-import pytest
 from interpreted import run_interpreted
 
 
-@pytest.mark.aot
 def test_interpreted_kernels_match_the_definition():
     run_interpreted("interpreted_gated_activation.py")

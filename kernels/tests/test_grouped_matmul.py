@@ -156,3 +156,7 @@ def test_bad_inputs_say_what_would_work():
         grouped_matmul(x_RD, w_EDF.astype(jnp.bfloat16), sizes)
     with pytest.raises(ValueError, match="group_sizes_E must hold integers, got float32"):
         grouped_matmul(x_RD, w_EDF, jnp.zeros(2))
+    with pytest.raises(ValueError, match="group_sizes_E must be an array, got list"):
+        grouped_matmul(x_RD, w_EDF, [1, 2])
+    with pytest.raises(ValueError, match="R=2147483648 is beyond 2147483647: positions are int32"):
+        jax.eval_shape(grouped_matmul, jax.ShapeDtypeStruct((2**31, 3), jnp.float32), w_EDF, sizes)

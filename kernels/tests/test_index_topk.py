@@ -11,9 +11,6 @@ from moejax_kernels.index_topk import cases, index_topk, xla
 from moejax_kernels.segments import Segments
 
 BOTH = pytest.mark.parametrize("implementation", ["reference", "xla"])
-GOLDEN_CASES = pytest.mark.parametrize(
-    ("name", "dtype"), [("gqa", "float64"), ("mqa", "float64"), ("topk_over_length", "float64"), ("gqa", "float32")]
-)
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
 run = jax.jit(index_topk, static_argnames=("topk", "implementation"))
 
@@ -45,7 +42,8 @@ def sorted_choice(index_q, index_k, index_w, allowed_BLS, topk):
 
 
 @BOTH
-@GOLDEN_CASES
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gqa", "mqa", "topk_over_length"])
 def test_the_golden_keys_are_chosen(name, dtype, implementation):
     golden = np.load(GOLDEN / f"sparse_{name}.npz")
     with jax.enable_x64(dtype == "float64"):
@@ -142,8 +140,10 @@ def test_bad_inputs_say_what_would_work():
     index_q, index_k, index_w = jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, 6, 4)), jnp.zeros((1, 6, 2))
     with pytest.raises(ValueError, match=r"S=3 keys for L=6 tokens \(index_k_BSC is \(1, 3, 4\)\). Give one key per token, or key_end_BS"):
         index_topk(index_q, index_k[:, :3], index_w, topk=2)
-    with pytest.raises(ValueError, match="topk=0 must be at least 1"):
+    with pytest.raises(ValueError, match="topk=0 must be a whole number of at least 1"):
         index_topk(index_q, index_k, index_w, topk=0)
+    with pytest.raises(ValueError, match=r"topk=2\.5 must be a whole number"):
+        index_topk(index_q, index_k, index_w, topk=2.5)
     with pytest.raises(ValueError, match=r"index_w_BLJ is \(1, 6, 3\), so J=3, but index_q_BLJC \(1, 6, 2, 4\) has J=2"):
         index_topk(index_q, index_k, jnp.zeros((1, 6, 3)), topk=2)
     with pytest.raises(ValueError, match="key_end_BS must hold integers, got float32"):

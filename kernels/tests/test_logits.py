@@ -64,5 +64,9 @@ def test_bad_inputs_say_what_would_work():
         logit_sums(**of_sums | {"weight_DV": arrays["weight_DV"].astype(jnp.bfloat16)})
     with pytest.raises(ValueError, match=r"lse_T is \(3,\), and there is one for each token of \(64,\)"):
         logit_gradients(**arrays | {"lse_T": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="targets_T must hold integers, got float32"):
+        logit_sums(**of_sums | {"targets_T": jnp.zeros(64)})
+    with pytest.raises(ValueError, match=r"weight_DV \(64, 0\); give floats, and a D and a V of at least 1"):
+        logit_sums(**of_sums | {"weight_DV": arrays["weight_DV"][:, :0]})
     with pytest.raises(UnsupportedError, match="logit_sums: triton_gpu needs"):
         logit_sums(**of_sums, implementation="triton_gpu")

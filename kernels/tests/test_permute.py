@@ -27,6 +27,18 @@ def test_values_match_loops(case, implementation):
         np.testing.assert_allclose(got_TD[token], want_D, rtol=0, atol=1e-6)
 
 
+@BOTH
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 3), (3, 0), (0, 0)])
+def test_no_tokens_and_no_rows_are_no_error(tokens, rows, implementation):
+    plan = RowPlan(jnp.full(rows, -1, jnp.int32), jnp.full((tokens, 2), -1, jnp.int32))
+    x_TD, y_RD, probs_TK = cases.PermuteCase("nothing", tokens, 2, rows, 4).arrays("float32", seed=3)
+    there, pull_there = jax.vjp(lambda x: permute(x, plan, implementation=implementation), x_TD)
+    back, pull_back = jax.vjp(lambda y, probs: unpermute(y, plan, probs, implementation=implementation), y_RD, probs_TK)
+    for array, like in zip((there, back, *pull_there(y_RD), *pull_back(x_TD)), (y_RD, x_TD, x_TD, y_RD, probs_TK), strict=True):
+        assert array.shape == like.shape
+        assert not np.asarray(array).any()
+
+
 @CASES
 def test_gradients_match_those_of_the_definition(case):
     with jax.enable_x64(True):

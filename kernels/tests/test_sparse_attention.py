@@ -13,9 +13,8 @@ from moejax_kernels.attention import xla as attention_xla
 from moejax_kernels.segments import Segments
 from moejax_kernels.sparse_attention import cases, sparse_attention, xla
 
-GOLDEN_CASES = pytest.mark.parametrize(
-    ("name", "dtype"), [("gqa", "float64"), ("mqa", "float64"), ("topk_over_length", "float64"), ("gqa", "float32")]
-)
+LIMITS = {"float32": {"o": 1e-5, "d_q": 1e-4, "d_k": 1e-4, "d_v": 1e-4}, "bfloat16": {"o": 0.005, "d_q": 0.008, "d_k": 0.008, "d_v": 0.008}}
+"""Of the RMS error, in shares of the RMS: a few roundings (6e-8; 0.002 of inputs and results); some times that still passes."""
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "ops"
 VARIANTS = pytest.mark.parametrize("variant", ["reference", "masked", "gathered"])
 
@@ -68,7 +67,8 @@ def ids_of(selected_BLL, topk):
 
 
 @VARIANTS
-@GOLDEN_CASES
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gqa", "mqa", "topk_over_length"])
 def test_values_and_gradients_are_golden(name, dtype, implementation):
     golden = np.load(GOLDEN / f"sparse_{name}.npz")
     with jax.enable_x64(dtype == "float64"):
@@ -87,7 +87,7 @@ def test_values_and_gradients_are_golden(name, dtype, implementation):
         if dtype == "float64":
             assert np.abs(difference).max() < 1e-10 * np.abs(want).max()
         else:
-            assert np.sqrt(np.mean(difference**2)) < (1e-5 if key == "o" else 1e-4) * np.sqrt(np.mean(want**2))
+            assert np.sqrt(np.mean(difference**2)) < LIMITS[dtype][key] * np.sqrt(np.mean(want**2)), key
 
 
 @pytest.mark.parametrize("variant", ["masked", "gathered"])

@@ -33,7 +33,7 @@ def spec(axes: tuple[str | None, ...]) -> P:
 
 
 def over_single_axes(mesh, place: P) -> P:
-    """The same place, split also over the mesh's axes of size 1.
+    """The same place of an array with at least one dim, split also over the mesh's axes of size 1.
 
     shard_map's backward sums a gradient over the axes that its place does not name, and XLA's CPU backend copies for a sum over one device.
     """

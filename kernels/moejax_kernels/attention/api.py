@@ -30,8 +30,8 @@ def attention(q_BLHC, k_BSGC, v_BSGM, *, scale, segments=None, window=None, sink
         that runs here. A name never falls back.
 
     Returns:
-      o_BLHM, dtype of q; float32 inside (float64 for float64). A token that sees nothing (padding) gives exactly 0, and what lies in
-      another document has exactly no influence on values or gradients. Both versions work on tiles, leave out those that no query of a
+      o_BLHM, dtype of q; float32 inside (float64 for float64). A token that sees nothing (padding) gives exactly 0, and finite numbers
+      in another document have exactly no influence on values or gradients. Both versions work on tiles, leave out those that no query of a
       block sees, and save their inputs, o and a float32 per query and head. Moves q, k, v and o once forward, and these and their
       gradients once backward; k and v once more per block of queries where no cache holds them.
 

@@ -74,6 +74,8 @@ def causal_conv(
 def _shape(x_BLD):
     if x_BLD.ndim != 3:
         raise ValueError(f"causal_conv: x is [B, L, D], got {x_BLD.shape}.")
+    if 0 in x_BLD.shape:
+        raise ValueError(f"causal_conv: x is {x_BLD.shape}; every size must be at least 1.")
     return x_BLD.shape
 
 

@@ -45,6 +45,8 @@ def gated_activation(
     op = "gated_activation"
     if gate_RF.shape != up_RF.shape or gate_RF.dtype != up_RF.dtype:
         raise ValueError(f"{op}: gate_RF is {gate_RF.dtype} {gate_RF.shape}, up_RF is {up_RF.dtype} {up_RF.shape}. Give both alike.")
+    if not jnp.issubdtype(gate_RF.dtype, jnp.floating):
+        raise ValueError(f"{op}: gate_RF and up_RF must hold floats, got {gate_RF.dtype}.")
     require_numbers(op, kind, limit=limit, beta=beta)
     run = choose(op, implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_no_triton(gate_RF)})
     return run(gate_RF, up_RF, kind=kind, limit=limit, beta=beta, linear_beta=linear_beta)

@@ -1,11 +1,15 @@
 """What a context shard of Gated DeltaNet hands on."""
 
-from moejax_kernels import delta_inputs, delta_shards
+from moejax_kernels import delta_inputs, delta_shards, gpu
 from moejax_kernels.gated_delta import reference, xla
-from moejax_kernels.implementation import Implementation, choose
+from moejax_kernels.implementation import Implementation, choose, later
 from moejax_kernels.segments import Segments
 
-IMPLEMENTATIONS = {"xla": xla.gated_delta, "reference": reference.gated_delta}
+IMPLEMENTATIONS = {
+    "triton_gpu": later("moejax_kernels.gated_delta.triton_gpu", "gated_delta"),
+    "xla": xla.gated_delta,
+    "reference": reference.gated_delta,
+}
 
 
 def gated_delta_shard_summary(
@@ -26,7 +30,8 @@ def gated_delta_shard_summary(
       k_BLGC, v_BLHM, g_BLH, beta_BLH: this shard's tokens, as in `gated_delta`.
       segments: the shard's part of the documents, built from its own ids; None: one document a row. The incoming state belongs to
         the first token's document alone.
-      implementation: "xla", "reference", or None for the fastest that runs here. A name never falls back.
+      implementation: "triton_gpu" (as in `gated_delta`, with value channels M + C of a width that it takes), "xla", "reference", or None for
+        the fastest that runs here. A name never falls back.
 
     Returns:
       transition_BHCC, [to, from], and state_BHCM, the state after the shard from a zero state, in the dtype of the computation: float32,
@@ -36,9 +41,11 @@ def gated_delta_shard_summary(
 
     Raises:
       ValueError: shapes that do not fit each other, or inputs that are not floating point.
+      UnsupportedError: "triton_gpu" with other widths or dtypes, or without an NVIDIA GPU.
 
     Source: Yang et al. 2024, arXiv 2412.06464; context parallelism as in fla-org/flash-linear-attention `fla/ops/cp`.
     """
     delta_inputs.check("gated_delta_shard_summary", k_BLGC, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments, None, decay_per_channel=False)
-    run = choose("gated_delta_shard_summary", implementation, IMPLEMENTATIONS)
+    why_not = gpu.why_no_triton() or delta_shards.why_not_triton(k_BLGC, v_BLHM, g_BLH, beta_BLH)
+    run = choose("gated_delta_shard_summary", implementation, IMPLEMENTATIONS, why_not={"triton_gpu": why_not})
     return delta_shards.summary(run, k_BLGC, v_BLHM, g_BLH, beta_BLH, segments=segments)

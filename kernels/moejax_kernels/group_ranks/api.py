@@ -33,9 +33,7 @@ def group_ranks(ids_R, num_groups: int, *, implementation: Implementation | None
 
     Source: counting sort, as in MegaBlocks' histogram and bin counts (arXiv 2211.15841).
     """
-    num_rows = check("group_ranks", integer=("ids_R",), ids_R=ids_R)["R"]
-    if num_rows >= 2**31:
-        raise ValueError(f"group_ranks: R={num_rows} rows, and int32 ranks number {2**31 - 1}. Give fewer rows at a time.")
+    check("group_ranks", integer=("ids_R",), ids_R=ids_R)
     if num_groups < 1:
         raise ValueError(f"group_ranks: num_groups={num_groups} must be at least 1.")
     return choose("group_ranks", implementation, IMPLEMENTATIONS, why_not={"triton_gpu": _why_no_triton(ids_R)})(ids_R, num_groups)

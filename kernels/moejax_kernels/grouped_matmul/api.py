@@ -27,7 +27,7 @@ def grouped_matmul(x_RD, w_EDF, group_sizes_E, *, implementation: Implementation
     Returns:
       y_RF, dtype of x, accumulated in float32 (float64 for float64). Padding rows are exactly 0, whatever x holds there, and get
       gradient 0; an empty group's weight gets gradient exactly 0. The work follows the real rows, not R or E ("reference" aside);
-      a group of 48 rows or more pays for up to a third more than it has ("xla"). Moves
+      in "xla" a group pays for whole blocks of 32 rows, and the last turn of blocks of a size for blocks that are not there. Moves
       (R*D + R*F + E*D*F)*itemsize bytes forward, twice that backward, where rows and weights meet in the cache.
 
     Raises:

@@ -40,7 +40,7 @@ def index_topk(
       4*L*topk bytes a row, and the keys, S*C*itemsize, once per block of queries.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit together, or topk below 1.
+      ValueError: shapes or dtypes that do not fit together, or topk no whole number of at least 1.
       UnsupportedError: the named implementation cannot run these inputs here; the message says why. triton_gpu takes one dtype
         of bfloat16, float16 and float32, widths 64, 96, 128, 192 and 256, topk up to 2048.
 
@@ -51,8 +51,8 @@ def index_topk(
         op, integer=("key_end_BS",), index_q_BLJC=index_q_BLJC, index_k_BSC=index_k_BSC, index_w_BLJ=index_w_BLJ, key_end_BS=key_end_BS
     )
     check_segments(op, segments, sizes["B"], sizes["L"])
-    if topk < 1:
-        raise ValueError(f"{op}: topk={topk} must be at least 1.")
+    if topk != int(topk) or topk < 1:
+        raise ValueError(f"{op}: topk={topk} must be a whole number of at least 1.")
     if key_end_BS is None and sizes["S"] != sizes["L"]:
         raise ValueError(
             f"{op}: S={sizes['S']} keys for L={sizes['L']} tokens (index_k_BSC is {jnp.shape(index_k_BSC)}). "

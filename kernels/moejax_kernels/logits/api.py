@@ -81,7 +81,13 @@ def _check(op: str, hidden_TD, weight_DV, **of_tokens) -> None:
             f"{op}: hidden_TD is {hidden_TD.dtype} {hidden_TD.shape}, weight_DV is {weight_DV.dtype} {weight_DV.shape}. "
             "Give both in one dtype and with one width D."
         )
+    if not jnp.issubdtype(hidden_TD.dtype, jnp.floating) or 0 in weight_DV.shape:
+        raise ValueError(
+            f"{op}: hidden_TD is {hidden_TD.dtype} and weight_DV {weight_DV.shape}; give floats, and a D and a V of at least 1."
+        )
     for name, array in of_tokens.items():
+        if name == "targets_T" and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{op}: targets_T must hold integers, got {array.dtype}.")
         if array.shape != hidden_TD.shape[:-1]:
             raise ValueError(f"{op}: {name} is {array.shape}, and there is one for each token of {hidden_TD.shape[:-1]}.")
 

@@ -45,7 +45,7 @@ def unpermute(y_RD, plan: RowPlan, probs_TK, *, implementation: Implementation |
 
     Returns:
       y_TD, dtype of y, accumulated in float32 (float64 for float64); a token without rows gives exactly 0. Gradients for y_RD and
-      probs_TK. Moves (R + T)*D*itemsize bytes forward, (2*R + T)*D*itemsize backward ("xla": K reads of dy_TD more).
+      probs_TK. Moves (R + T)*D*itemsize bytes forward, (2*R + T)*D*itemsize backward.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.

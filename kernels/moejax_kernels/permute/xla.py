@@ -31,6 +31,8 @@ def _unpermute_save(y_RD, plan, probs_TK):
 
 def _unpermute_grads(saved, dy_TD):
     y_RD, plan, probs_TK = saved
+    if 0 in (*y_RD.shape, *dy_TD.shape):
+        return jnp.zeros_like(y_RD), None, jnp.zeros_like(probs_TK)
     inside = jnp.promote_types(y_RD.dtype, jnp.float32)
     source_R1, row_R1 = plan.source_R[:, None], jnp.arange(y_RD.shape[0])[:, None]
     mine_RK = (source_R1 >= 0) & (plan.slot_TK[plan.source_R] == row_R1)
@@ -45,6 +47,9 @@ unpermute.defvjp(_unpermute_save, _unpermute_grads)
 
 
 def _rows(array_RD, at_N):
+    """Zeros where at_N is negative: of no rows at all nothing could be gathered."""
+    if array_RD.shape[0] == 0:
+        return jnp.zeros((at_N.shape[0], array_RD.shape[1]), array_RD.dtype)
     return jnp.where((at_N >= 0)[:, None], array_RD[at_N], 0)
 
 
