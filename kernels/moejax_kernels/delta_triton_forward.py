@@ -103,7 +103,7 @@ def chunk_matrices(
     kk, qk = pair_products(q_ptr, k_ptr, g_ptr, choices_ptr, b, n, h, label, SCALE, L, G, H, C, BC, PER_CHANNEL, FULL)
     same = same_document(label)
     put(tile(qk_ptr, index, 0, 0, T, T, T, T), tl.where(same & (j <= i), qk, 0.0))
-    r = inverse(tl.where(same & (j < i), beta * kk, 0.0), FULL).to(inverse_ptr.dtype.element_ty)
+    r = inverse(tl.where(same & (j < i), beta * kk, 0.0), FULL)
     put(tile(inverse_ptr, index, 0, 0, T, T, T, T), r)
     for c0 in range(0, C, BC):
         k = rows(k_ptr, b, n, h // (H // G), c0, label, L, G, C, BC)
@@ -112,7 +112,7 @@ def chunk_matrices(
         put(tile(kg_ptr, index, 0, c0, T, C, T, BC), to_end(choices_ptr, g, label, n, FULL, PER_CHANNEL) * k)
         tl.store(past_ptr + index * C + c0 + tl.arange(0, BC), past(g, label, n, BC))
     for m0 in range(0, M, BM):
-        put(tile(u_ptr, index, 0, m0, T, M, T, BM), dot(r, beta * rows(v_ptr, b, n, h, m0, label, L, H, M, BM), FULL))
+        put(tile(u_ptr, index, 0, m0, T, M, T, BM), fine_dot(r, beta * rows(v_ptr, b, n, h, m0, label, L, H, M, BM), FULL))
 
 
 @triton.jit

@@ -74,8 +74,8 @@ def _fresh(like, *, zero: bool) -> np.ndarray:
     """Memory as a kernel finds it: poisoned where it must not be relied on."""
     if zero:
         return np.zeros(like.shape, like.dtype)
-    dtype = np.dtype(like.dtype)
-    return np.full(like.shape, np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
+    floating = jax.numpy.issubdtype(like.dtype, jax.numpy.floating)  # bfloat16 is none of numpy's own
+    return np.full(like.shape, np.nan if floating else np.iinfo(like.dtype).min, like.dtype)
 
 
 class HostArray:
